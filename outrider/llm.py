@@ -143,10 +143,7 @@ class LLM:
     ) -> tuple[int, ...]:
         """Apply the chat template to a conversation and return the tokens. See `TextCodec.encode_chat`."""
         return self._codec.encode_chat(
-            messages,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
+            messages, tools, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
         )
 
     def decode(self, tokens: Sequence[int]) -> str:

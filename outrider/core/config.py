@@ -25,16 +25,7 @@ ONCE, ALWAYS, NEVER = "once", "always", "never"  # when the logits of a model ar
 TARGET_OPTIONS = ("target", "dtype", "device", "kernels", "check", "quantize", "kv_dtype", "threads")
 DRAFT_OPTIONS = ("draft_window", "draft_quantize", "draft_candidates")
 NO_DRAFT: Mapping[str, Any] = MappingProxyType(dict.fromkeys(DRAFT_OPTIONS))  # for an engine without a draft
-ENGINE_OPTIONS = (
-    *TARGET_OPTIONS,
-    *DRAFT_OPTIONS,
-    "proposer",
-    "k",
-    "verifier",
-    "plan",
-    "tp",
-    "draft_placement",
-)
+ENGINE_OPTIONS = (*TARGET_OPTIONS, *DRAFT_OPTIONS, "proposer", "k", "verifier", "plan", "tp", "draft_placement")
 LIMIT_OPTIONS = ("max_num_seqs", "max_num_batched_tokens", "max_round_ms", "cache_gb", "prefix_caching")
 
 

@@ -19,11 +19,7 @@ class FastTokenizer:
     """
 
     def __init__(
-        self,
-        backend: Tokenizer,
-        named: Mapping[str, str],
-        chat_template: str | None,
-        make_full: Callable[[], Any],
+        self, backend: Tokenizer, named: Mapping[str, str], chat_template: str | None, make_full: Callable[[], Any]
     ) -> None:
         """Wrap a tokenizer.
 

@@ -204,11 +204,7 @@ def _precision(checkpoint: Checkpoint, config: EngineConfig) -> Precision:
 
 
 def build_engine(
-    loaded: LoadedTarget,
-    config: EngineConfig,
-    *,
-    planner: Planner | None = None,
-    slots: range | None = None,
+    loaded: LoadedTarget, config: EngineConfig, *, planner: Planner | None = None, slots: range | None = None
 ) -> EngineParts:
     """Make a proposer and an engine for a loaded target.
 

@@ -17,15 +17,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.target import Target
 from outrider.core.types import Batch, DraftBudget, DraftKind, Draw, Scores, SequenceState
-from outrider.testing.drive import (
-    FuzzedRun,
-    append,
-    expect,
-    make_round,
-    make_seq,
-    random_text,
-    random_tree,
-)
+from outrider.testing.drive import FuzzedRun, append, expect, make_round, make_seq, random_text, random_tree
 from outrider.testing.enumeration import CASES, Instance, prove
 from outrider.testing.toy_target import ToyTarget
 from outrider.verify.rules import Verifier

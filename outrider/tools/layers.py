@@ -113,6 +113,5 @@ def show_layers(document: dict[str, Any], console: Console) -> None:
         console.print(f"Use it with {options}. Measure the speedup with `outrider bench`.", highlight=False)
     else:
         console.print(
-            "No part of this target is expected to pay as its draft. Use a trained draft or ngram.",
-            highlight=False,
+            "No part of this target is expected to pay as its draft. Use a trained draft or ngram.", highlight=False
         )

@@ -34,13 +34,7 @@ from outrider.train.budget import TimeBudget
 from outrider.train.data.answers import AnswerGenerator, AnswerParams
 from outrider.train.data.batches import Collator
 from outrider.train.data.feature_cache import FeatureCache, origin_of
-from outrider.train.data.prompts import (
-    count_repeated,
-    encode_prompt,
-    encode_sourced_prompt,
-    read_prompts,
-    split,
-)
+from outrider.train.data.prompts import count_repeated, encode_prompt, encode_sourced_prompt, read_prompts, split
 from outrider.train.data.schedule import PromptSchedule
 from outrider.train.distributed import join_group, leave_group
 from outrider.train.evaluate import Evaluator

@@ -56,13 +56,7 @@ _SHARED = {  # the last two layers read the keys of the first two
 }
 
 _NO_ATTENTION = {"num_attention_heads": ..., "num_key_value_heads": ..., "max_position_embeddings": ...}
-_MAMBA2 = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 2,
-    "mamba_chunk_size": WINDOW,
-}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": WINDOW}
 _NO_CLAMP = 1e-9  # transformers clamps the time step to a minimum in prefill, but not in decoding
 _LINEAR = ["linear_attention", "full_attention"] * (LAYERS // 2)
 _DELTA = {
@@ -442,7 +436,7 @@ SPEECH: Mapping[str, Callable[[], PreTrainedConfig]] = {
         init_std=0.15,
         begin_suppress_tokens=None,
         tie_word_embeddings=False,
-    ),
+    )
 }
 EVERY = {**ARCHITECTURES, **ENCODER_DECODER, **SPEECH}
 

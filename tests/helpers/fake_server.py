@@ -176,11 +176,7 @@ class FakeServer:
         tokens = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         with self._lock:
             output = self.engine.generate(tokens, {"temperature": 1.0, "max_tokens": 16} | body)
-        choice: dict[str, Any] = {
-            "index": 0,
-            "text": self.engine.tokenizer.decode(output),
-            "finish_reason": "length",
-        }
+        choice: dict[str, Any] = {"index": 0, "text": self.engine.tokenizer.decode(output), "finish_reason": "length"}
         if self.returns_ids_as == "vLLM" and body.get("return_token_ids"):
             choice |= {"token_ids": output, "prompt_token_ids": tokens}
         usage = {"prompt_tokens": len(tokens), "completion_tokens": len(output)}

@@ -6,16 +6,7 @@ import pytest
 import torch
 
 from outrider.errors import OutriderError
-from outrider.media import (
-    DrafterOnly,
-    FixedBlocks,
-    Maker,
-    MediaEngine,
-    QualityGate,
-    StreamDecoder,
-    Stride,
-    TargetOnly,
-)
+from outrider.media import DrafterOnly, FixedBlocks, Maker, MediaEngine, QualityGate, StreamDecoder, Stride, TargetOnly
 from outrider.media.contract import BlockGenerator, Scorer
 from outrider.media.engine import block_noise
 from tests.media.made_up import SHAPE, Adder, Numbers, Scores

@@ -103,13 +103,7 @@ class Pair:
         return self._run(engine, requests, alone=alone)
 
     def speculative(
-        self,
-        requests: Sequence[Request],
-        verifier: Verifier,
-        *,
-        k: int,
-        alone: bool = False,
-        enough: int | None = None,
+        self, requests: Sequence[Request], verifier: Verifier, *, k: int, alone: bool = False, enough: int | None = None
     ) -> Outputs:
         """Run the requests with speculation.
 

@@ -18,13 +18,7 @@ from outrider.lab.audit.run import run_audit
 from outrider.lab.audit.settings import Settings as AuditSettings
 from outrider.lab.fit.outcome import duration
 from outrider.lab.fit.prompts import PromptFiles
-from outrider.lab.fit.rules import (
-    Gain,
-    TrainingPlan,
-    evaluation_tokens,
-    expected_gain,
-    plan_certificate,
-)
+from outrider.lab.fit.rules import Gain, TrainingPlan, evaluation_tokens, expected_gain, plan_certificate
 from outrider.lab.fit.settings import Settings
 from outrider.lab.tune.advice import Advice
 from outrider.lab.tune.measure import measure

@@ -85,11 +85,7 @@ class Settings(RepeatedSettings):
                 raise OutriderError(f"{name} names nothing to measure; give at least one")
         for k in self.ks:
             check_draft_length(k, least=1, or_auto=True)
-        smallest = {
-            "batch": min(self.batches),
-            "repeats": self.repeats,
-            "limit": self.limit,
-        }
+        smallest = {"batch": min(self.batches), "repeats": self.repeats, "limit": self.limit}
         for name, value in smallest.items():
             if value is not None and value < 1:
                 raise OutriderError(f"{name} is {value}; use at least 1")

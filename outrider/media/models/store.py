@@ -80,10 +80,7 @@ def save_networks(networks: Networks, autoencoder: AutoencoderConfig, folder: Pa
 
 
 def load_models(
-    folder: str | Path | None = None,
-    *,
-    eager_commits: bool = False,
-    clock: Callable[[], float] = perf_counter,
+    folder: str | Path | None = None, *, eager_commits: bool = False, clock: Callable[[], float] = perf_counter
 ) -> VideoModels | AudioModels:
     """Load a set of models in float32. Its config.json says whether they make video or audio.
 

@@ -122,12 +122,7 @@ class StateCache(WrappedCache):
     """The KV cache of a draft head, and the target's hidden states that it still needs."""
 
     def __init__(
-        self,
-        inner: Cache,
-        states: HiddenStates,
-        *,
-        to_head_batch: Callable[[Batch], Batch],
-        skipped_tokens: int = 0,
+        self, inner: Cache, states: HiddenStates, *, to_head_batch: Callable[[Batch], Batch], skipped_tokens: int = 0
     ) -> None:
         """Wrap a KV cache.
 

@@ -19,13 +19,7 @@ _log = logging.getLogger("outrider")
 
 
 def make_target(
-    checkpoint: Checkpoint,
-    *,
-    slots: int,
-    context: int,
-    kernels: str = "auto",
-    bits: int = 16,
-    kv_dtype: str = AUTO,
+    checkpoint: Checkpoint, *, slots: int, context: int, kernels: str = "auto", bits: int = 16, kv_dtype: str = AUTO
 ) -> Target:
     """Make the target for a checkpoint.
 

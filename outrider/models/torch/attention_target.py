@@ -56,14 +56,7 @@ class AttentionTarget:
 
     _prepacks = True  # whether linear layers are packed, if the machine has kernels for that
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        slots: int,
-        context: int,
-        record: Recorder | None = None,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, record: Recorder | None = None) -> None:
         """Prepare for `slots` sequences of up to `context` tokens.
 
         With `record`, passes of fixed shapes are recorded as graphs, if the model allows it (see

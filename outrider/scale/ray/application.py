@@ -91,10 +91,7 @@ def check_settings(settings: Settings) -> None:
 def _number_of_replicas(scale: ScaleSettings, settings: Settings) -> dict[str, Any]:
     if not scale.autoscales:
         return {"num_replicas": scale.replicas}
-    policy = {
-        "policy_function": _POLICY,
-        "policy_kwargs": {"target_tokens_per_second": scale.target_tokens_per_second},
-    }
+    policy = {"policy_function": _POLICY, "policy_kwargs": {"target_tokens_per_second": scale.target_tokens_per_second}}
     return {
         "autoscaling_config": {
             "min_replicas": scale.replicas,

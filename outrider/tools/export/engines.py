@@ -216,21 +216,13 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.EAGLE: Recipe(layout="eagle", command=_vllm("eagle")),
                 Kind.EAGLE3: Recipe(layout="eagle3-speculators", command=_vllm("eagle3"), tested=_COMPARED),
                 Kind.PEAGLE: Recipe(
-                    layout="peagle-speculators",
-                    command=_vllm("eagle3", parallel_drafting=True),
-                    tested=_COMPARED,
+                    layout="peagle-speculators", command=_vllm("eagle3", parallel_drafting=True), tested=_COMPARED
                 ),
-                Kind.DFLASH: Recipe(
-                    layout="dflash-speculators",
-                    command=_vllm("dflash"),
-                    tested=_COMPARED,
-                ),
+                Kind.DFLASH: Recipe(layout="dflash-speculators", command=_vllm("dflash"), tested=_COMPARED),
                 MASKED: Recipe(layout="dflash", command=_vllm("dflash")),
                 Kind.DFLASH2: Recipe(layout="dflash2", command=_vllm("dflash"), note="needs a GPU"),
                 Kind.DSPARK: Recipe(
-                    layout="dspark-speculators",
-                    command=_vllm("dspark"),
-                    note="needs a GPU; vLLM for CPU refuses it",
+                    layout="dspark-speculators", command=_vllm("dspark"), note="needs a GPU; vLLM for CPU refuses it"
                 ),
                 Kind.MEDUSA: Recipe(
                     layout="medusa-vllm",
@@ -318,11 +310,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
             title="Ollama",
             recipes={
                 Kind.DFLASH: Recipe(
-                    layout="dflash",
-                    command=_ollama,
-                    files=_modelfile,
-                    needs_target_gguf=True,
-                    converts_head=True,
+                    layout="dflash", command=_ollama, files=_modelfile, needs_target_gguf=True, converts_head=True
                 )
             },
             reasons={"": "it takes every separate draft for a DFlash head", Kind.MTP: _NO_MTP},

@@ -285,10 +285,7 @@ def _check_options(kind: str, settings: Settings, description: HeadDescription) 
             settings.draft_tokens and not description.parallel_draft_tokens,
             f"{kind} has no block; leave --draft-tokens out",
         ),
-        (
-            mask_token_id is not None and description.block is None,
-            f"{kind} has no block; leave --mask-token-id out",
-        ),
+        (mask_token_id is not None and description.block is None, f"{kind} has no block; leave --mask-token-id out"),
         (
             (mask_token_id or 0) >= description.vocab,
             f"--mask-token-id is {mask_token_id}, and the target has {description.vocab} tokens; use a smaller id",

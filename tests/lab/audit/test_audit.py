@@ -165,10 +165,7 @@ def test_embedded_pair_passes(prompts_file):
 
 
 @pytest.mark.fast_cases("native-int8")
-@pytest.mark.parametrize(
-    ("kernels", "quantize"),
-    [("native", "int8"), ("torch", "int4"), ("torch", None)],
-)
+@pytest.mark.parametrize(("kernels", "quantize"), [("native", "int8"), ("torch", "int4"), ("torch", None)])
 def test_audit_uses_the_kernels_and_quantization_of_the_user(kernels, quantize, prompts_file):
     nano = str(embedded("nano"))  # a small model, which is loaded three times
     settings = asked(target=nano, proposer="ngram", kernels=kernels, quantize=quantize, prompts=prompts_file)

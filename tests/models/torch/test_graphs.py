@@ -293,8 +293,7 @@ def test_wrong_recording_is_disabled(shelf):
 
 
 @pytest.mark.parametrize(
-    ("error", "attempts"),
-    [(RuntimeError("not while capturing"), 2), (UnsupportedModel("odd layers"), 1)],
+    ("error", "attempts"), [(RuntimeError("not while capturing"), 2), (UnsupportedModel("odd layers"), 1)]
 )
 def test_recording_ends_if_no_shape_can_be_recorded(error, attempts, shelf, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "MAX_FAILURES", 2)

@@ -183,11 +183,7 @@ def parse_answer(document: dict[str, Any], abilities: Abilities, *, strict: bool
     tokens = _token_ids(document, choice, text) if abilities.token_ids else None
     if abilities.token_ids and strict and tokens is None:
         raise OutriderError("the server returned token ids for one request and none for another; audit it again")
-    return Answer(
-        text=text,
-        tokens=tokens,
-        ended=choice.get("finish_reason") == "stop",
-    )
+    return Answer(text=text, tokens=tokens, ended=choice.get("finish_reason") == "stop")
 
 
 def _ways(prompt: Prompt, *, chat: bool) -> Sequence[Abilities]:

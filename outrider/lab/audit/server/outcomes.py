@@ -110,13 +110,7 @@ class Tree:
 
 
 def grow(
-    target: Model,
-    prompt: Tokens,
-    *,
-    depth: int,
-    width: int,
-    draft: Model | None = None,
-    texts: Texts | None = None,
+    target: Model, prompt: Tokens, *, depth: int, width: int, draft: Model | None = None, texts: Texts | None = None
 ) -> Tree:
     """Score a prompt with every likely beginning.
 

@@ -54,10 +54,7 @@ class BlockKind:
 
 
 _MARKOV: Names = MappingProxyType(
-    {
-        "markov_in.weight": "markov_head.markov_w1.weight",
-        "markov_out.weight": "markov_head.markov_w2.weight",
-    }
+    {"markov_in.weight": "markov_head.markov_w1.weight", "markov_out.weight": "markov_head.markov_w2.weight"}
 )
 # By our names: those of the flat format, and those of speculators. `mix` is stored as it is trained.
 _REFINER_PARTS: Mapping[str, tuple[str, str]] = MappingProxyType(

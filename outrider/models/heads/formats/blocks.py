@@ -49,11 +49,7 @@ _TABLES: Mapping[str, str] = MappingProxyType(
     {"head.weight": "lm_head.weight", "embedding.weight": "embed_tokens.weight"}
 )
 _REQUIRED: Mapping[str, str] = MappingProxyType(
-    {
-        "fuse.weight": "fc.weight",
-        "state_norm.weight": "hidden_norm.weight",
-        "norm.weight": "norm.weight",
-    }
+    {"fuse.weight": "fc.weight", "state_norm.weight": "hidden_norm.weight", "norm.weight": "norm.weight"}
 )
 _IDS = "aux_hidden_state_layer_ids"  # counted by inputs
 # Switches, and the values that are supported.

@@ -11,15 +11,7 @@ import torch
 
 from outrider.errors import OutriderError
 from outrider.models.heads.description import AuxStates, HeadDescription, Kind, ParallelHeads
-from outrider.models.heads.formats.base import (
-    Format,
-    Source,
-    TargetInfo,
-    Tensors,
-    Written,
-    refuse,
-    shared_lm_head,
-)
+from outrider.models.heads.formats.base import Format, Source, TargetInfo, Tensors, Written, refuse, shared_lm_head
 from outrider.models.heads.formats.medusa import count_blocks, describe_heads
 
 _BLOCK = re.compile(r"hydra_mlp\.(?P<head>\d+)\.(?P<layer>\d+)\.linear\.weight")

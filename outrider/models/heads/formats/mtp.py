@@ -156,10 +156,7 @@ class Mtp(Format):
         tensors: Tensors = {}
         for i in range(description.modules):
             tensors |= self._module_tensors(fusion, weights, i, self.place.format(first_number + i))
-        config = {
-            **self._layer_config(body, description.vocab, target),
-            "num_hidden_layers": description.target_layers,
-        }
+        config = {**self._layer_config(body, description.vocab, target), "num_hidden_layers": description.target_layers}
         if not self.nested:
             return {**config, "num_nextn_predict_layers": description.modules}, tensors
         common = speculators("mtp", "MTPDraftModel", target)

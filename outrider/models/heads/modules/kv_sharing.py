@@ -129,10 +129,5 @@ class _QueryAttention(nn.Module):
 def _layer_body(body: Body, shared: SharedKV) -> Body:
     """Return the body of a layer that attends to these keys and values."""
     return replace(
-        body,
-        key_heads=shared.key_heads,
-        dim=shared.dim,
-        theta=shared.theta,
-        rope=shared.rope,
-        rotary=shared.rotary,
+        body, key_heads=shared.key_heads, dim=shared.dim, theta=shared.theta, rope=shared.rope, rotary=shared.rotary
     )

@@ -161,12 +161,7 @@ class RecordedHead(AutoregressiveTarget):
         def attend(module: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             qkv = torch.cat([query, key, value]).transpose(0, 1).flatten(1)
             attended = attend_groups(
-                qkv,
-                groups,
-                pages[:, module.layer_idx],
-                self._unrotated,
-                scale=module.dim**-0.5,
-                window=self._window,
+                qkv, groups, pages[:, module.layer_idx], self._unrotated, scale=module.dim**-0.5, window=self._window
             )
             return attended.view(len(qkv), -1, module.dim).transpose(0, 1)
 

@@ -15,12 +15,7 @@ from outrider.models.torch.checkpoint import Checkpoint, LazyModel, WeightFormat
 
 
 def gguf_checkpoint(
-    file: GGUFFile,
-    config: Any,
-    lazy_model: LazyModel,
-    weights: GGUFWeights,
-    choice: DtypeChoice,
-    device: torch.device,
+    file: GGUFFile, config: Any, lazy_model: LazyModel, weights: GGUFWeights, choice: DtypeChoice, device: torch.device
 ) -> Checkpoint:
     """Return the record of a model without recurrent layers. It takes its weights from `lazy_model`.
 
