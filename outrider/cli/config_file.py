@@ -1,7 +1,6 @@
 """The files that `--config` reads: settings of an engine, or the advice of `outrider tune` and `outrider fit`.
 
-A file of settings is a JSON object with fields of `EngineConfig`, such as {"target": "DIR", "k": 4,
-"max_num_seqs": 8}.
+A file of settings is a JSON object with fields of `EngineConfig`, such as {"target": "DIR", "k": 4, "max_num_seqs": 8}.
 """
 
 from __future__ import annotations

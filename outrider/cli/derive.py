@@ -28,8 +28,7 @@ def spread(command: Callable[..., None], *, environment: bool = True) -> Callabl
     """Let typer show each field of the dataclass parameters of a command as an option.
 
     Args:
-        command: the function of the command. It may have a parameter `given`: the options on the
-            command line.
+        command: the function of the command. It may have a parameter `given`: the options on the command line.
         environment: whether its options have environment variables.
     """
     hints = get_type_hints(command, include_extras=True)

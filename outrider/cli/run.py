@@ -64,8 +64,7 @@ def converse(
         Whether all completions succeeded. Errors are printed.
 
     Raises:
-        OutriderError: the options do not fit the target; or not on a terminal, a prompt cannot be
-            completed.
+        OutriderError: the options do not fit the target; or not on a terminal, a prompt cannot be completed.
     """
     prompt = prompts.prompt
     source = _source_for(llm, given)

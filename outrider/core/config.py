@@ -20,8 +20,7 @@ QUANTIZE_BITS = {"int8": 8, "int4": 4}
 KV_DTYPES = (AUTO, "int8")
 FULL_BITS = 16
 ONCE, ALWAYS, NEVER = "once", "always", "never"  # when the logits of a model are checked at load
-# Fields of `EngineConfig` that are options of commands. All commands that load a target have the
-# first ones.
+# Fields of `EngineConfig` that are options of commands. All commands that load a target have the first ones.
 TARGET_OPTIONS = ("target", "dtype", "device", "kernels", "check", "quantize", "kv_dtype", "threads")
 DRAFT_OPTIONS = ("draft_window", "draft_quantize", "draft_candidates")
 NO_DRAFT: Mapping[str, Any] = MappingProxyType(dict.fromkeys(DRAFT_OPTIONS))  # for an engine without a draft

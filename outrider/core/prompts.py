@@ -73,8 +73,7 @@ def read_lines(file: str | Path, *, form: str) -> Iterator[Line]:
         form: an example of a valid line, for error messages.
 
     Raises:
-        OutriderError: the file cannot be read, or a line is not an object; the message has the line
-            number.
+        OutriderError: the file cannot be read, or a line is not an object; the message has the line number.
     """
     path = Path(file).expanduser()
     try:
@@ -97,8 +96,7 @@ def read_json(line: str, where: str) -> Any:
     """Return the value of a line of JSON.
 
     Raises:
-        OutriderError: the line is not JSON, or a string in it is not valid Unicode; the message
-            begins with `where`.
+        OutriderError: the line is not JSON, or a string in it is not valid Unicode; the message begins with `where`.
     """
     try:
         value = json.loads(line)
@@ -117,8 +115,7 @@ def parse_prompt(line: Line) -> Prompt:
     """Return the prompt of a line.
 
     Raises:
-        OutriderError: the line has not exactly one of `prompt` and `messages`, or a field is
-            invalid.
+        OutriderError: the line has not exactly one of `prompt` and `messages`, or a field is invalid.
     """
     where = line.where
     category = line.fields.get("category", _DEFAULT_CATEGORY)
@@ -218,16 +215,13 @@ def chat_text(
     Args:
         tokenizer: the tokenizer with the chat template.
         messages: the conversation.
-        add_generation_prompt: whether to add the generation prompt, after which the assistant
-            answers.
+        add_generation_prompt: whether to add the generation prompt, after which the assistant answers.
         tools: descriptions of tools for the template.
-        continue_final_message: whether the text ends within the last message, without a generation
-            prompt.
+        continue_final_message: whether the text ends within the last message, without a generation prompt.
         options: further variables of the template.
 
     Raises:
-        OutriderError: the template refuses or drops a message. Some templates reject a system
-            message, for example.
+        OutriderError: the template refuses or drops a message. Some templates reject a system message, for example.
     """
     template = ChatTemplate(
         tokenizer=tokenizer,
@@ -263,9 +257,8 @@ def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int
     """Return the tokens of a text.
 
     Args:
-        special: whether the tokenizer adds its special tokens, such as a begin-of-text token. A
-            text that begins with this token, as the output of a chat template may, gets no second
-            one.
+        special: whether the tokenizer adds its special tokens, such as a begin-of-text token. A text that begins with
+            this token, as the output of a chat template may, gets no second one.
 
     Raises:
         OutriderError: the text has half of a surrogate pair, which is not valid Unicode.
@@ -276,8 +269,7 @@ def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int
         raise OutriderError(
             f"the text holds half of a surrogate pair, {text[error.start]!a} at character {error.start}; leave it out"
         ) from None
-    # verbose=False: the tokenizer would warn about a long text and predict errors that do not occur
-    # here.
+    # verbose=False: the tokenizer would warn about a long text and predict errors that do not occur here.
     tokens = tuple(tokenizer.encode(text, add_special_tokens=special, verbose=False))
     begin = tokenizer.bos_token_id
     if not special or begin is None or tokens[:2] != (begin, begin):

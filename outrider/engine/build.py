@@ -138,15 +138,13 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
         planner: sets the number of draft tokens in place of `config.k`.
 
     Raises:
-        OutriderError: a model cannot be loaded, or the parts do not fit together; the message names
-            the fix.
+        OutriderError: a model cannot be loaded, or the parts do not fit together; the message names the fix.
     """
     if planner is not None and not _is_planner(planner):
         raise OutriderError(f"planner is {planner!r}; use an object with the methods plan and trim, or None and a k")
     if join(config.tp, config.device) is not None:
         remove_time_limit()  # it may end a request in one rank only
-    # The default depends on the free memory, so it is chosen once, before the target takes its
-    # part.
+    # The default depends on the free memory, so it is chosen once, before the target takes its part.
     proposer = proposer_of(config)
     config = replace(config, proposer=proposer)
     find_verifier(config.verifier, proposer)
@@ -215,8 +213,7 @@ def build_engine(
             them may run while another one is made.
 
     Raises:
-        OutriderError: the proposer, the verifier or the planner cannot be made, or they do not fit
-            together.
+        OutriderError: the proposer, the verifier or the planner cannot be made, or they do not fit together.
     """
     model = loaded.model
     spec = proposer_of(config)
@@ -359,8 +356,7 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig, devic
     for a full context in each slot, but takes at most `_CACHE_SHARE` of the free memory.
 
     Raises:
-        OutriderError: the size of the target's cache cannot be set, or the memory is too small for
-            one sequence.
+        OutriderError: the size of the target's cache cannot be set, or the memory is too small for one sequence.
     """
     for cache in caches:
         cache.set_prefix_caching(caching.share)
@@ -390,8 +386,7 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig, devic
 def _check_enough(blocks: int, context: int, uses: Sequence[CacheUsage], *, can_be_set: bool) -> None:
     """Check that one sequence with a full context fits into this number of blocks in each cache.
 
-    A draft that reads a window needs memory for the window only. `can_be_set` says whether
-    `cache_gb` applies.
+    A draft that reads a window needs memory for the window only. `can_be_set` says whether `cache_gb` applies.
     """
     longest = max(min(context, use.slot_tokens) for use in uses)
     # One more block, because a sequence briefly uses both a partly matching block and its copy.
@@ -435,9 +430,8 @@ def auto_planner(
 ) -> CostPlanner:
     """Return a planner that knows the costs of the target and of the draft model of each alternative.
 
-    With `replay`, the output of a request with a seed depends on its drafts, and must be
-    reproducible (see `CostPlanner`). `find_costs` returns the costs of a target and of its draft
-    model; None: `known_costs`.
+    With `replay`, the output of a request with a seed depends on its drafts, and must be reproducible (see
+    `CostPlanner`). `find_costs` returns the costs of a target and of its draft model; None: `known_costs`.
     """
     alternatives = proposer.parts if isinstance(proposer, Switch) else (proposer,)
     find = find_costs or known_costs

@@ -59,8 +59,7 @@ def verifier_for(verifier: Verifier, target: Target, *, vocab: int, device: torc
     """Return a verifier whose tables are made for a target of `vocab` token ids.
 
     Raises:
-        OutriderError: a table does not fit the target, or the target has no embedding to make one
-            from.
+        OutriderError: a table does not fit the target, or the target has no embedding to make one from.
     """
 
     def embedding() -> torch.Tensor:

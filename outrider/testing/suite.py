@@ -42,10 +42,9 @@ def check_proposer(
 ) -> None:
     """Check that a proposer satisfies the protocol `Proposer`.
 
-    Its drafts must be well formed and within their budgets, and q must give every sampled token
-    some probability. The draft for a sequence must not depend on how its tokens were committed, on
-    the other sequences of the batch, or on an earlier sequence of the slot. A proposer that
-    `learns` from rounds must draft the same tokens after the same rounds.
+    Its drafts must be well formed and within their budgets, and q must give every sampled token some probability. The
+    draft for a sequence must not depend on how its tokens were committed, on the other sequences of the batch, or on an
+    earlier sequence of the slot. A proposer that `learns` from rounds must draft the same tokens after the same rounds.
 
     Args:
         make: makes a new proposer from the setup of a toy target with vocabulary 6 and context 256.
@@ -85,10 +84,9 @@ def check_cache(
 ) -> None:
     """Check that the cache of a target satisfies the protocol `Cache`.
 
-    It commits random paths of random trees in several slots. Then the logits must equal those of a
-    fresh target that prefills the committed tokens. Sequences share prefixes of random length. Some
-    are preempted and admitted again, and some are replaced by others. The test needs up to 120
-    tokens in each of four slots.
+    It commits random paths of random trees in several slots. Then the logits must equal those of a fresh target that
+    prefills the committed tokens. Sequences share prefixes of random length. Some are preempted and admitted again, and
+    some are replaced by others. The test needs up to 120 tokens in each of four slots.
 
     Args:
         make: makes a new target.
@@ -97,8 +95,7 @@ def check_cache(
         trees: whether the target supports trees.
 
     Raises:
-        ConformanceError: logits differ by more than `tolerance`, or a prefix is shared with another
-            scope.
+        ConformanceError: logits differ by more than `tolerance`, or a prefix is shared with another scope.
     """
     rng = random.Random(seed)
     for _ in range(trials):
@@ -124,10 +121,9 @@ def check_cache(
 def check_verifier(verifier: Verifier, *, trials: int = 3, seed: int = 0, tolerance: float = 1e-12) -> None:
     """Check that a verifier is exact, by enumeration in float64 (see `outrider.testing.enumeration`).
 
-    The drafts are chains of up to three draft tokens and, if the verifier supports them, trees.
-    Draft tokens are chosen without sampling, sampled, or both. The cases include zeros in p and q,
-    equal p and q, disjoint p and q, drafts that end early, and token ids that the target does not
-    have.
+    The drafts are chains of up to three draft tokens and, if the verifier supports them, trees. Draft tokens are chosen
+    without sampling, sampled, or both. The cases include zeros in p and q, equal p and q, disjoint p and q, drafts that
+    end early, and token ids that the target does not have.
 
     Args:
         trials: number of random instances of each case.

@@ -50,8 +50,7 @@ Tokens = NDArray[np.uint32]  # the tokens of one document
 def run_index(settings: IndexSettings, *, console: Console) -> dict[str, Any]:
     """Build a datastore from files.
 
-    A file with the suffix .jsonl or .ndjson has one document per line. Any other file is one
-    document.
+    A file with the suffix .jsonl or .ndjson has one document per line. Any other file is one document.
 
     Args:
         settings: the files, the target with the tokenizer, and the folder to write.

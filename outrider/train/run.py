@@ -68,8 +68,7 @@ class Training:
             eval_tokens: most tokens of an answer in the evaluation; None: 128.
 
         Raises:
-            OutriderError: the data, the target or the options are not usable. The message says how
-                to fix it.
+            OutriderError: the data, the target or the options are not usable. The message says how to fix it.
         """
         self._start_time = perf_counter()
         self._settings = settings
@@ -132,16 +131,13 @@ class Training:
         """Train to the end.
 
         Args:
-            on_evaluation: is called after each evaluation, with its figures and the share of the
-                training that is done.
+            on_evaluation: is called after each evaluation, with its figures and the share of the training that is done.
 
         Returns:
-            The results as a JSON document, and the lines of the log. Only the process of rank 0 has
-            log lines.
+            The results as a JSON document, and the lines of the log. Only the process of rank 0 has log lines.
 
         Raises:
-            OutriderError: the disk is full, or the loss is not finite. The files of the last save
-                are intact.
+            OutriderError: the disk is full, or the loss is not finite. The files of the last save are intact.
         """
         if rank():
             while not self._is_finished():
@@ -225,8 +221,7 @@ class Training:
         """Run one generation cycle. Return the statistics of its steps, and the seconds of answers and steps."""
         settings = self._settings
         start = perf_counter()
-        # Each process seeds its generator anew in each cycle, because a saved state only has the
-        # generator of rank 0.
+        # Each process seeds its generator anew in each cycle, because a saved state only has the generator of rank 0.
         torch.manual_seed(derive_seed(derive_seed(settings.seed, self._cycle + 1), rank()))
         samples = self._schedule.samples(self._cycle)
         answered = perf_counter()

@@ -37,8 +37,7 @@ class TrainSetup:
 def make_train_setup(kind: str, settings: Settings, target: Path, *, num_prompts: int) -> TrainSetup:
     """Load the target and make the draft.
 
-    The engine has slots for `settings.engine.max_num_seqs` sequences, but not for more than
-    `num_prompts`.
+    The engine has slots for `settings.engine.max_num_seqs` sequences, but not for more than `num_prompts`.
 
     Raises:
         OutriderError: the target or the draft cannot be loaded, or they do not fit together.

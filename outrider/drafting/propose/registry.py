@@ -37,8 +37,7 @@ class Argument(Enum):
 class ProposerType:
     """A proposer that can be named in an expression.
 
-    Its module is imported when it is first used. Functions are named as in
-    `core.proposer:NoProposer`.
+    Its module is imported when it is first used. Functions are named as in `core.proposer:NoProposer`.
     """
 
     syntax: str  # for messages
@@ -162,8 +161,7 @@ class Expression:
 def alternatives(spec: str) -> tuple[str, ...]:
     """Return short names of the alternatives: the parts of a switch, or else the whole expression.
 
-    A name contains the last part of a folder only if two alternatives would otherwise have the same
-    name.
+    A name contains the last part of a folder only if two alternatives would otherwise have the same name.
     """
     expression = parse(spec)
     parts = expression.parts if expression.name == "switch" else (expression,)
@@ -358,16 +356,14 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
             argument=Argument.TEXT,
             checker="drafting.propose.lookup.ngram:parse_ngram_range",
         ),
-        # A tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of
-        # past outputs.
+        # A tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of past outputs.
         "suffix": ProposerType(
             syntax="suffix[:TOKENS]",
             maker="drafting.propose.lookup.suffix:suffix_proposer",
             argument=Argument.TEXT,
             checker="drafting.propose.lookup.suffix:parse_history_size",
         ),
-        # The same in other outputs for the same prompt, running and finished ones, of the last
-        # VERSIONS weights.
+        # The same in other outputs for the same prompt, running and finished ones, of the last VERSIONS weights.
         "group": ProposerType(
             syntax="group[:TOKENS[:VERSIONS]]",
             maker="drafting.propose.lookup.group:group_proposer",
@@ -434,8 +430,7 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
             chain=True,
             reads_text=True,
         ),
-        # The tokens that followed the longest suffix of the text in a datastore; see `outrider
-        # index`.
+        # The tokens that followed the longest suffix of the text in a datastore; see `outrider index`.
         "retrieval": ProposerType(
             syntax="retrieval:DIR[:MIN]",
             maker="drafting.propose.lookup.retrieval:retrieval_proposer",

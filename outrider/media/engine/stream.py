@@ -11,9 +11,8 @@ from outrider.media.contract import BlockGenerator
 class BlockStream:
     """One output of a generator.
 
-    A clean block is committed when the generator has to make a later block, so the last blocks of
-    an output may never be committed. Blocks are committed one by one, in order: the cache is the
-    same as with commits at once.
+    A clean block is committed when the generator has to make a later block, so the last blocks of an output may never
+    be committed. Blocks are committed one by one, in order: the cache is the same as with commits at once.
 
     Args:
         generator: the target or the drafter.

@@ -104,8 +104,7 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
         raise OutriderError(
             f"{file} does not hold named tensors only; give the folder with the weights of the draft head"
         )
-    # Tensors share memory if training tied their weights. Copy them, because here they are
-    # independent.
+    # Tensors share memory if training tied their weights. Copy them, because here they are independent.
     return {str(name): value.clone() for name, value in state.items()}
 
 

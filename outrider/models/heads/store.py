@@ -46,12 +46,10 @@ def is_head(folder: str | Path, target: Callable[[], TargetInfo | None] | None =
     target, and as a draft model otherwise.
 
     Args:
-        target: returns the target, or None if there is none. It is called only for a full model
-            with MTP modules.
+        target: returns the target, or None if there is none. It is called only for a full model with MTP modules.
 
     Raises:
-        OutriderError: a file is damaged, or the draft head is of a known kind that is not
-            supported.
+        OutriderError: a file is damaged, or the draft head is of a known kind that is not supported.
     """
     path = Path(folder).expanduser()
     try:
@@ -109,8 +107,7 @@ def read_head(
         target: the target. Some formats do not store everything and need it.
 
     Raises:
-        OutriderError: a file is missing or truncated, or a weight has another shape or is NaN or
-            infinite.
+        OutriderError: a file is missing or truncated, or a weight has another shape or is NaN or infinite.
     """
     trained = import_head(folder, target)
     for reason, names in trained.ignored.items():
@@ -131,12 +128,10 @@ def load_module(
     Args:
         weights: exactly the weights that the module has, by name.
         where: a name for the checkpoint in error messages.
-        stored_name: returns the name of a weight in the checkpoint, for error messages. None: it is
-            the same.
+        stored_name: returns the name of a weight in the checkpoint, for error messages. None: it is the same.
 
     Raises:
-        OutriderError: a weight is missing, unexpected, of another shape or dtype, or NaN or
-            infinite.
+        OutriderError: a weight is missing, unexpected, of another shape or dtype, or NaN or infinite.
     """
     with torch.device("meta"):
         module = make_module(description)

@@ -27,9 +27,8 @@ def make_target(
         checkpoint: the loaded model.
         slots: maximum number of running sequences.
         context: tokens of a sequence.
-        kernels: native, triton, graphs (torch with CUDA graphs), torch or auto. auto chooses the
-            native kernels on a CPU and the Triton kernels on a GPU, if they support the dtype and
-            the model; else graphs.
+        kernels: native, triton, graphs (torch with CUDA graphs), torch or auto. auto chooses the native kernels on a
+            CPU and the Triton kernels on a GPU, if they support the dtype and the model; else graphs.
         bits: bits per weight of linear layers. 16 leaves them unchanged. 8 and 4 quantize them, in
             `checkpoint.model` as well.
         kv_dtype: auto or int8, as in `EngineConfig`. int8 needs the native kernels.

@@ -315,8 +315,7 @@ def _check_family(config: Any) -> bool:
 def _hide_image_blocks(config: Any) -> None:
     """Let a model whose image tokens see each other use the causal mask, because texts have no image tokens.
 
-    Otherwise Gemma 4 Unified makes a mask from the tokens of one pass, and not of the whole
-    sequence.
+    Otherwise Gemma 4 Unified makes a mask from the tokens of one pass, and not of the whole sequence.
     """
     text = config.get_text_config(decoder=True)
     if getattr(text, "use_bidirectional_attention", None) == "vision":

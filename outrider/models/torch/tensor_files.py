@@ -75,8 +75,7 @@ class MappedTensor:
 def map_file(path: Path) -> mmap.mmap:
     """Map a file into memory. An OSError or ValueError says that it is missing or empty."""
     with path.open("rb") as content:
-        # Private and writable, since torch warns of memory that is not writable. Nothing writes to
-        # it.
+        # Private and writable, since torch warns of memory that is not writable. Nothing writes to it.
         return mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_COPY)
 
 

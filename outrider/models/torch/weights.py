@@ -79,8 +79,7 @@ def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torc
     """Check that new values fit the weights of a model.
 
     Args:
-        weights: the new values, by name. They may have any float dtype; a target converts them to
-            its own.
+        weights: the new values, by name. They may have any float dtype; a target converts them to its own.
         shapes: the shapes of the weights of the model, by name.
 
     Raises:

@@ -47,8 +47,7 @@ def print_document(
 ) -> None:
     """Write the files of a document, print its tables, and print it as JSON.
 
-    If one of these steps fails, the JSON document is printed all the same, so that a long
-    measurement is not lost.
+    If one of these steps fails, the JSON document is printed all the same, so that a long measurement is not lost.
 
     Args:
         show: prints the tables.

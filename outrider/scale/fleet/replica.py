@@ -74,9 +74,8 @@ class Counts:
 class Replica:
     """Runs rounds while there are requests. It admits waiting requests to free slots before each round.
 
-    A round decodes all running sequences and processes a chunk of prompts, as
-    `outrider.engine.scheduler` does. Its time is `CostModel.propose` + `CostModel.verify` + the
-    work of the server. Memory is not simulated.
+    A round decodes all running sequences and processes a chunk of prompts, as `outrider.engine.scheduler` does. Its
+    time is `CostModel.propose` + `CostModel.verify` + the work of the server. Memory is not simulated.
     """
 
     env: Any  # simpy.Environment

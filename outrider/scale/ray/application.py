@@ -29,8 +29,7 @@ def build_application(settings: Settings, scale: ScaleSettings, *, name: str) ->
     """Return the application, for `ray.serve.run`.
 
     Args:
-        settings: the options of `outrider serve`: what each replica loads. Host and port belong to
-            Ray Serve's proxy.
+        settings: the options of `outrider serve`: what each replica loads. Host and port belong to Ray Serve's proxy.
         scale: how many replicas there are, and what each of them gets.
         name: model name in the API.
 
@@ -42,8 +41,7 @@ def build_application(settings: Settings, scale: ScaleSettings, *, name: str) ->
     if settings.otel:
         make_tracer().close()  # a missing package is reported before the replicas start
     serve = import_serve()
-    # The front checks keys and origins, so that replicas accept what it forwards. The proxy has the
-    # certificate.
+    # The front checks keys and origins, so that replicas accept what it forwards. The proxy has the certificate.
     inner = replace(settings, api_key=None, api_keys=None, allow_origin=None, tls_cert=None, tls_key=None)
     telemetry = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
     engine = serve.deployment(

@@ -45,8 +45,7 @@ def run_export(settings: ExportSettings, *, console: Console) -> dict[str, Any]:
         A summary as JSON values.
 
     Raises:
-        OutriderError: the engine does not run such drafts, or the draft cannot be read. Nothing is
-            written then.
+        OutriderError: the engine does not run such drafts, or the draft cannot be read. Nothing is written then.
     """
     engine, folder, target = settings.engine, settings.folder, settings.target
     chosen = engine_of(engine)

@@ -41,9 +41,8 @@ _IDS = "outrider_draft_ids"  # name of the buffer with the draft vocabulary
 class DraftModelTrainee:
     """A draft model in training, loaded from the folder `settings.init_from`.
 
-    A draft model only reads tokens, so its prediction does not depend on which of them are draft
-    tokens. One step trains all predictions. More steps repeat them, which the losses of whole
-    chains need.
+    A draft model only reads tokens, so its prediction does not depend on which of them are draft tokens. One step
+    trains all predictions. More steps repeat them, which the losses of whole chains need.
     """
 
     steps = 1

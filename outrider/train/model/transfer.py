@@ -1,9 +1,8 @@
 """Moves a draft head to another target than the one that it was trained for.
 
-A head with its own embedding and LM head depends on its target in one place: the fusion layer,
-which reads hidden states. All other weights are kept. The new fusion layer is fitted by least
-squares: on the same sequences, its outputs from the new target's states should equal the old
-outputs from the previous target's states.
+A head with its own embedding and LM head depends on its target in one place: the fusion layer, which reads hidden
+states. All other weights are kept. The new fusion layer is fitted by least squares: on the same sequences, its outputs
+from the new target's states should equal the old outputs from the previous target's states.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class PreviousTarget:
         """Check the head. The target in `folder` is loaded later, by `fit_fusion`.
 
         Raises:
-            OutriderError: the head shares tables with its target, or it has masks, which depend on
-                the target.
+            OutriderError: the head shares tables with its target, or it has masks, which depend on the target.
         """
         description = head.description
         if (
@@ -79,8 +77,7 @@ class PreviousTarget:
         target = self._load_target()
         size = moved.fuse.in_features
         device = self._setup.device
-        # The normal equations: the Gram matrix of the inputs, and the products of inputs and
-        # outputs.
+        # The normal equations: the Gram matrix of the inputs, and the products of inputs and outputs.
         gram = torch.zeros(size, size, dtype=torch.float64, device=device)
         products = torch.zeros(size, moved.fuse.out_features, dtype=torch.float64, device=device)
         for inputs, outputs in self._regression_pairs(target, moved, samples()):

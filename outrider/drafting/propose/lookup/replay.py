@@ -1,7 +1,6 @@
 """Draft recorded outputs, with perfect or chosen acceptance, to measure what an engine does with such a draft.
 
-It shows the ceiling of a proposer: the speed at an acceptance that a trained draft would have,
-without a draft's cost.
+It shows the ceiling of a proposer: the speed at an acceptance that a trained draft would have, without a draft's cost.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class ReplayProposer:
 
         Args:
             recordings: outputs of the target. A prompt may have several.
-            acceptance: probability that a draft token is the recorded one. Another token takes the
-                place of the others.
+            acceptance: probability that a draft token is the recorded one. Another token takes the place of the others.
             seed: of the choice of these tokens.
         """
         self._device = setup.device

@@ -38,10 +38,9 @@ class _Candidate(NamedTuple):
 class RetrievalProposer:
     """Looks up the longest known suffix of a sequence, and drafts what most often followed it.
 
-    The continuations of the occurrences form a trie, whose likeliest nodes are the draft. The
-    acceptance probability of a node is learned by kind: the length of the match, the number of
-    occurrences, and the share of them that contain the node. All sequences share the datastore. It
-    never changes, so no text passes from one sequence to another.
+    The continuations of the occurrences form a trie, whose likeliest nodes are the draft. The acceptance probability of
+    a node is learned by kind: the length of the match, the number of occurrences, and the share of them that contain
+    the node. All sequences share the datastore. It never changes, so no text passes from one sequence to another.
     """
 
     needs = Needs()

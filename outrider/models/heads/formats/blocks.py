@@ -334,8 +334,7 @@ def _take_tables(source: Source, vocab: int, mask_token: int) -> Tensors:
 def _mask_row(name: str, mask: torch.Tensor, tensors: Tensors, target: TargetInfo | None) -> int:
     """Return the row of the embedding that equals the mask.
 
-    If there is none, and `tensors` has an embedding, the mask is written to a row that no token
-    uses.
+    If there is none, and `tensors` has an embedding, the mask is written to a row that no token uses.
     """
     stored = tensors.get("embed_tokens.weight")
     embedding = shared_embedding(target) if stored is None else stored

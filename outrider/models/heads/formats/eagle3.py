@@ -1,10 +1,9 @@
 """EAGLE-3 and 3.1 in the format of SafeAILab, SpecForge and SGLang, and in that of speculators.
 
-The formats count layers differently. The first numbers a layer by its output, as Outrider does. The
-second numbers it by its input, so its layer k is layer k - 1 here. `norm_output` also has two
-meanings. In SpecForge it says that there is a final norm before the LM head. In speculators it says
-that the normed state is fed back. A head whose config is copied from one format to the other drafts
-worse with each draft token.
+The formats count layers differently. The first numbers a layer by its output, as Outrider does. The second numbers it
+by its input, so its layer k is layer k - 1 here. `norm_output` also has two meanings. In SpecForge it says that there
+is a final norm before the LM head. In speculators it says that the normed state is fed back. A head whose config is
+copied from one format to the other drafts worse with each draft token.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ from outrider.models.heads.formats.base import (
 from outrider.models.heads.formats.llama import layer_tensors, read_body, take_layer, unlike, write_body
 from outrider.models.heads.formats.speculators import speculators
 
-# Norms that the formats store in the first layer, and their names in the module, which stores them
-# outside.
+# Norms that the formats store in the first layer, and their names in the module, which stores them outside.
 _FIRST_LAYER_NORMS: Mapping[str, str] = MappingProxyType(
     {"input_layernorm.weight": "embedding_norm.weight", "hidden_norm.weight": "state_norm.weight"}
 )

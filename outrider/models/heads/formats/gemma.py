@@ -1,8 +1,7 @@
 """Gemma 4's assistants: Gemma layers with queries only, which attend to the keys and values of their target.
 
-A layer attends to the target's last layer of its own type, full or sliding attention. The target's
-config tells which layer that is. If a later layer of the target reuses the keys of an earlier one,
-Outrider's cache holds them for both.
+A layer attends to the target's last layer of its own type, full or sliding attention. The target's config tells which
+layer that is. If a later layer of the target reuses the keys of an earlier one, Outrider's cache holds them for both.
 """
 
 from __future__ import annotations

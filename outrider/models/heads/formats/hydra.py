@@ -20,9 +20,8 @@ _BLOCK = re.compile(r"hydra_mlp\.(?P<head>\d+)\.(?P<layer>\d+)\.linear\.weight")
 class Hydra(Format):
     """Blocks are named `hydra_mlp.{head}.{layer}`. Each head has an LM head with a bias.
 
-    Heads take the state `hidden_state_offset` layers before the last. Heads that are not
-    `grounded_heads` are Medusa heads. Heads without a bias are stored with a bias of zeros, which
-    is removed when they are read.
+    Heads take the state `hidden_state_offset` layers before the last. Heads that are not `grounded_heads` are Medusa
+    heads. Heads without a bias are stored with a bias of zeros, which is removed when they are read.
     """
 
     name = "hydra"
@@ -45,8 +44,7 @@ class Hydra(Format):
             for kind in ("weight", "bias"):
                 for j in range(layers):
                     weights[f"blocks.{i}.{j}.linear.{kind}"] = source.take(f"hydra_mlp.{i}.{j}.linear.{kind}")
-                # The input of the first block is wider than its output, so a layer maps the
-                # residual.
+                # The input of the first block is wider than its output, so a layer maps the residual.
                 if grounded:
                     residual = f"0.res_connection.{kind}"
                     weights[f"blocks.{i}.{residual}"] = source.take(f"hydra_mlp.{i}.{residual}")

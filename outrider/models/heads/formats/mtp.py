@@ -1,10 +1,9 @@
 """Modules for multi-token prediction (MTP) that are part of a target, with the tensor names of several model families.
 
-All modules consist of a projection of two normalized vectors and a decoder layer. They differ in
-ways that tensors do not show: the order of the two vectors, the hidden state that is taken from the
-target, the state that is fed back, and whether the embedding at position 0 is replaced by zeros. As
-in vLLM, the family decides. Several DeepSeek modules feed each other. For several modules of other
-families this is not defined, so only the first is used, once per draft token.
+All modules consist of a projection of two normalized vectors and a decoder layer. They differ in ways that tensors do
+not show: the order of the two vectors, the hidden state that is taken from the target, the state that is fed back, and
+whether the embedding at position 0 is replaced by zeros. As in vLLM, the family decides. Several DeepSeek modules feed
+each other. For several modules of other families this is not defined, so only the first is used, once per draft token.
 
 | naming | order | the target's last state | fed back | embedding at position 0 |
 |---|---|---|---|---|

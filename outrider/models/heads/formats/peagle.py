@@ -23,8 +23,7 @@ _MASK_STATE = "mask_hidden"
 _DRAFT_TOKENS_KEY = "num_lookahead_tokens"
 _NESTED_KEY = "transformer_layer_config"
 _FIRST_LAYER = "layers.0."
-# Keys of the nested format that the flat one does not have, besides those that contain
-# "speculators".
+# Keys of the nested format that the flat one does not have, besides those that contain "speculators".
 _NESTED_ONLY_KEYS = ("architectures", "norm_output", _NESTED_KEY)
 
 

@@ -85,8 +85,7 @@ def find(folder: Path) -> Found | None:
     """Return the draft head of a folder with its format, or None if the folder has no draft head in a known format.
 
     Raises:
-        OutriderError: a file is damaged, or the draft head is of a known kind that is not
-            supported.
+        OutriderError: a file is damaged, or the draft head is of a known kind that is not supported.
     """
     config = read_config(folder)
     stored = TensorFiles(folder)
@@ -123,8 +122,7 @@ def check_projection(folder: Path, *, alone: bool = False) -> None:
         alone: whether to accept a full model, which runs without its modules.
 
     Raises:
-        OutriderError: the folder has other tensors of a module, but not its projection; or a file
-            is damaged.
+        OutriderError: the folder has other tensors of a module, but not its projection; or a file is damaged.
     """
     names = TensorFiles(folder).keys()
     missing = _missing_projection(names)

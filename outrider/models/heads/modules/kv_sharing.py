@@ -19,8 +19,7 @@ from outrider.models.heads.modules.base import HeadBase
 from outrider.models.heads.modules.layers import GatedMLP, Norm, rotation
 from outrider.models.torch.rotary import rotate
 
-# Called with the index of a decoder layer and its queries [*, heads, T, D]. Returns the attention
-# output of that shape.
+# Called with the index of a decoder layer and its queries [*, heads, T, D]. Returns the attention output of that shape.
 KVSharingAttention = Callable[[int, torch.Tensor], torch.Tensor]
 
 

@@ -1,8 +1,7 @@
 """The base class of targets that run draft heads.
 
-A draft head implements the same `Target` protocol as a draft model, so proposers and planners treat
-both alike. In addition, a draft head needs the target's hidden state before each token. They come
-with each round (`record_states`).
+A draft head implements the same `Target` protocol as a draft model, so proposers and planners treat both alike. In
+addition, a draft head needs the target's hidden state before each token. They come with each round (`record_states`).
 """
 
 from __future__ import annotations

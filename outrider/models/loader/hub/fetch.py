@@ -33,8 +33,7 @@ def hub_folder(name: HubName, *, weights: bool = True) -> Path:
         weights: whether the weights are needed. A GGUF file is always whole.
 
     Raises:
-        OutriderError: there is no such model, it cannot be downloaded, or it holds nothing that can
-            be loaded.
+        OutriderError: there is no such model, it cannot be downloaded, or it holds nothing that can be loaded.
     """
     try:
         with _quiet_hub():
