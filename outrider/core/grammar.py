@@ -225,9 +225,8 @@ def _failure(reason: str) -> OutriderError:
         )
     if _REFUSED in reason:
         return Fault(
-            f"the constraint refused a token that it had allowed ({reason}), which is a fault of"
-            " Outrider; report it with the constraint and the tokenizer.json of the model, and"
-            " leave the constraint out until then"
+            f"the constraint refused a token that it had allowed ({reason}), which is a fault of Outrider; report it"
+            " with the constraint and the tokenizer.json of the model, and leave the constraint out until then"
         )
     return OutriderError(f"the grammar is too complex at this position; simplify it ({reason})")
 

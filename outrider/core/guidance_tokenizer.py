@@ -62,9 +62,8 @@ def _check(tokenizer: Any) -> None:
     types = decoder_types(tokenizer)
     if not types & _DECODERS:
         raise OutriderError(
-            f"constraints need a tokenizer with one of the decoders {', '.join(sorted(_DECODERS))},"
-            f" and this one has {', '.join(sorted(types)) or 'none'}; use another model, or leave"
-            " the constraint out"
+            f"constraints need a tokenizer with one of the decoders {', '.join(sorted(_DECODERS))}, and this one has"
+            f" {', '.join(sorted(types)) or 'none'}; use another model, or leave the constraint out"
         )
 
 

@@ -395,10 +395,9 @@ def _check_enough(blocks: int, context: int, uses: Sequence[CacheUsage], *, can_
         return
     block_bytes = sum(use.token_bytes * use.block_tokens for use in uses)
     raise OutriderError(
-        f"the KV caches have {blocks * block_bytes / 1e9:.3g} GB, and one sequence of {longest}"
-        f" tokens needs {needed * block_bytes / 1e9:.3g} GB ({block_bytes // uses[0].block_tokens}"
-        f" bytes per token); {'raise cache_gb, ' if can_be_set else ''}free memory, or lower"
-        " max_model_len"
+        f"the KV caches have {blocks * block_bytes / 1e9:.3g} GB, and one sequence of {longest} tokens needs"
+        f" {needed * block_bytes / 1e9:.3g} GB ({block_bytes // uses[0].block_tokens} bytes per token);"
+        f" {'raise cache_gb, ' if can_be_set else ''}free memory, or lower max_model_len"
     )
 
 

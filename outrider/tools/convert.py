@@ -96,9 +96,8 @@ def checked(folder: str | Path, target: TargetInfo | None) -> ImportedHead:
     sizes = (description.vocab, description.target_hidden, description.target_layers)
     if target and sizes != (target.vocab, target.hidden, target.layers):
         raise OutriderError(
-            f"{folder} was trained on a target with vocabulary {sizes[0]}, width {sizes[1]} and"
-            f" {sizes[2]} layers, and the given target has {target.vocab}, {target.hidden} and"
-            f" {target.layers}; give the target of the head"
+            f"{folder} was trained on a target with vocabulary {sizes[0]}, width {sizes[1]} and {sizes[2]} layers, and"
+            f" the given target has {target.vocab}, {target.hidden} and {target.layers}; give the target of the head"
         )
     return head
 

@@ -130,8 +130,7 @@ def own_proposer(maker: Maker, setup: ProposerSetup) -> Proposer:
     if missing:
         raise OutriderError(
             f"{name} does not make a proposer: the result lacks {', '.join(missing)}; see"
-            " outrider.core.proposer.Proposer for what they do, and test with"
-            " outrider.testing.check_proposer"
+            " outrider.core.proposer.Proposer for what they do, and test with outrider.testing.check_proposer"
         )
     return proposer
 

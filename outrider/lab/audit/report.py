@@ -73,9 +73,8 @@ def _distribution_rows(result: DistributionResult) -> list[Row]:
 def flip_rows(result: FlipResult) -> list[Row]:
     """Return the rows of the flip test: a summary, plain decoding beside it, and each flip that fails."""
     speculative = (
-        f"{result.flips_per_1000:.1f} flips per 1000 tokens"
-        f" ({result.flips_per_1000_95.low:.1f} to {result.flips_per_1000_95.high:.1f}),"
-        f" largest margin {result.largest_margin:.3f} logits"
+        f"{result.flips_per_1000:.1f} flips per 1000 tokens ({result.flips_per_1000_95.low:.1f} to"
+        f" {result.flips_per_1000_95.high:.1f}), largest margin {result.largest_margin:.3f} logits"
     )
     plain = (
         f"{result.plain_batched_flips_per_1000:.1f} flips per 1000 tokens,"

@@ -161,9 +161,8 @@ class Outcome:
         taus = _listed([f"{speed.tau:.2f}" for speed in option.by_temperature])
         memory = f" It takes {size(option.memory_bytes)} of memory." if option.memory_bytes else " It needs no weights."
         return (
-            f"Chosen: {proposer} with k {option.k}. On {self._where()} it is {first.interval}"
-            f" times as fast as plain decoding at temperature {first.temperature:g}{more}, with {taus} tokens per"
-            f" pass.{memory}"
+            f"Chosen: {proposer} with k {option.k}. On {self._where()} it is {first.interval} times as fast as plain"
+            f" decoding at temperature {first.temperature:g}{more}, with {taus} tokens per pass.{memory}"
         )
 
     def _where(self) -> str:

@@ -280,9 +280,8 @@ def _read_config(path: Path) -> Any:
     if model_type is None:
         raise OutriderError(f"{path / 'config.json'} has no model_type; give the folder of a Hugging Face model")
     raise UnsupportedModel(
-        f"{path / 'config.json'} has model_type {model_type!r}, which transformers"
-        f" {transformers.__version__} does not support; update transformers (code in checkpoints is"
-        " never executed)"
+        f"{path / 'config.json'} has model_type {model_type!r}, which transformers {transformers.__version__} does not"
+        " support; update transformers (code in checkpoints is never executed)"
     )
 
 

@@ -26,9 +26,8 @@ def connect(ray: Any, address: str | None, *, processes: int, cpus: float, kind:
             ray.init(address=address, log_to_driver=log_to_driver)
         except (ConnectionError, ValueError) as error:
             raise OutriderError(
-                f"no Ray cluster answers at {address} ({str(error).splitlines()[0]}); start one"
-                " with ray start --head, set RAY_AUTH_MODE=token if it asks for a token, or leave"
-                " the address out"
+                f"no Ray cluster answers at {address} ({str(error).splitlines()[0]}); start one with ray start --head,"
+                " set RAY_AUTH_MODE=token if it asks for a token, or leave the address out"
             ) from error
         return
     available = os.cpu_count() or 1

@@ -182,9 +182,8 @@ def _check_family(title: str, recipe: Recipe, target: str | None) -> None:
     architecture = architecture_of(model_folder(target, weights=False))
     if architecture not in recipe.families:
         raise OutriderError(
-            f"{title} is not known to run MTP modules of"
-            f" {architecture or 'a target without architectures'}; use a target of"
-            f" {', '.join(recipe.families)}, or another kind of draft"
+            f"{title} is not known to run MTP modules of {architecture or 'a target without architectures'}; use a"
+            f" target of {', '.join(recipe.families)}, or another kind of draft"
         )
 
 

@@ -64,9 +64,8 @@ class JointTrainee(HeadTrainee):
             )
         if _is_quantized(Path(settings.engine.target)):
             raise OutriderError(
-                f"--train-target changes the weights of the target, and {settings.engine.target}"
-                " keeps its quantized ones; use the folder of the unquantized model, or leave"
-                " --train-target out"
+                f"--train-target changes the weights of the target, and {settings.engine.target} keeps its quantized"
+                " ones; use the folder of the unquantized model, or leave --train-target out"
             )
         self._checkpoint = load_trainable(Path(settings.engine.target), setup.device)
         self._draft_weight = settings.train_target

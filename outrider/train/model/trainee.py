@@ -239,17 +239,15 @@ def _load_head(settings: Settings, wanted: HeadDescription, setup: ProposerSetup
         differs |= loaded.target_hidden != wanted.target_hidden or loaded.target_layers != wanted.target_layers
     if differs:
         raise OutriderError(
-            f"{settings.init_from} is of kind {loaded.kind}, for a target with vocabulary"
-            f" {loaded.vocab}, width {loaded.target_hidden} and {loaded.target_layers} layers; this"
-            f" training needs kind {wanted.kind}, for a target with vocabulary {wanted.vocab},"
-            f" width {wanted.target_hidden} and {wanted.target_layers} layers"
+            f"{settings.init_from} is of kind {loaded.kind}, for a target with vocabulary {loaded.vocab}, width"
+            f" {loaded.target_hidden} and {loaded.target_layers} layers; this training needs kind {wanted.kind}, for a"
+            f" target with vocabulary {wanted.vocab}, width {wanted.target_hidden} and {wanted.target_layers} layers"
         )
     if loaded.input_fusion and wanted.input_fusion and loaded.input_fusion.at is not wanted.input_fusion.at:
         raise OutriderError(
-            f"{settings.init_from} fuses embeddings and hidden states at its"
-            f" {loaded.input_fusion.at}, and {wanted.kind} does so at its {wanted.input_fusion.at};"
-            f" train {'slim' if loaded.input_fusion.at is FusionPoint.PROJECTION else 'eagle31'}"
-            " instead"
+            f"{settings.init_from} fuses embeddings and hidden states at its {loaded.input_fusion.at}, and"
+            f" {wanted.kind} does so at its {wanted.input_fusion.at}; train"
+            f" {'slim' if loaded.input_fusion.at is FusionPoint.PROJECTION else 'eagle31'} instead"
         )
     if set(loaded.shared_kv) != set(wanted.shared_kv):
         raise OutriderError(

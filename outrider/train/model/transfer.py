@@ -44,9 +44,8 @@ class PreviousTarget:
             or not (description.aux_states.fused and description.own_embedding and description.own_lm_head)
         ):
             raise OutriderError(
-                f"a draft of kind {description.kind} that uses its target's tables, or masks, is"
-                " bound to that target; leave --init-target out, or continue from a draft that was"
-                " trained as slim or with --hidden-size"
+                f"a draft of kind {description.kind} that uses its target's tables, or masks, is bound to that target;"
+                " leave --init-target out, or continue from a draft that was trained as slim or with --hidden-size"
             )
         self._head = head
         self._folder = folder
@@ -120,9 +119,8 @@ class PreviousTarget:
             or (target.share_weights().head.shape[1], target.layers) != expected_shape
         ):
             raise OutriderError(
-                f"{self._folder} is not the target of --init-from, which has width"
-                f" {description.target_hidden} and {description.target_layers} layers; name that"
-                " target with --init-target"
+                f"{self._folder} is not the target of --init-from, which has width {description.target_hidden} and"
+                f" {description.target_layers} layers; name that target with --init-target"
             )
         target.export_hidden_states(description.aux_states.layers)
         return target

@@ -76,9 +76,8 @@ class RolloutEngine:
         if not verifier.exact and allow_lossy != verifier.name:
             correction = " and correct it by importance weights" if verifier.records_distribution else ""
             raise OutriderError(
-                f"verifier {verifier.name} is lossy: its tokens are not samples of the policy,"
-                f" which biases the gradient; use an exact one, or allow_lossy={verifier.name!r} to"
-                f" use it all the same{correction}"
+                f"verifier {verifier.name} is lossy: its tokens are not samples of the policy, which biases the"
+                f" gradient; use an exact one, or allow_lossy={verifier.name!r} to use it all the same{correction}"
             )
         if verifier.exact and allow_lossy is not None:
             raise OutriderError(f"allow_lossy is {allow_lossy!r}, and verifier {verifier.name} is exact; leave it out")

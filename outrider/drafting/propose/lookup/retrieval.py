@@ -132,9 +132,8 @@ def retrieval_proposer(argument: str, setup: ProposerSetup) -> RetrievalProposer
     store, folder, shortest = open_datastore(argument)
     if store.header.tokenizer != fingerprint(setup.tokenizer):
         raise OutriderError(
-            f"the datastore in {folder} was made with another tokenizer than the target's"
-            f" ({store.header.vocab} and {vocabulary(setup.tokenizer)} ids); build it again with"
-            " outrider index, and name this target there"
+            f"the datastore in {folder} was made with another tokenizer than the target's ({store.header.vocab} and"
+            f" {vocabulary(setup.tokenizer)} ids); build it again with outrider index, and name this target there"
         )
     return RetrievalProposer(setup, store, shortest=shortest)
 

@@ -24,9 +24,8 @@ def faithful_text(tokenizer: Any, whose: str) -> TokenText:
     (sample_ids,) = text.cut([_SAMPLE])
     if text.spell(sample_ids).removeprefix(b" ") != _SAMPLE.encode():
         raise OutriderError(
-            f"the tokenizer of {whose} changes the text that it encodes, so its tokens cannot be"
-            " matched with those of another tokenizer; use a draft of the target's family, or"
-            " --proposer ngram"
+            f"the tokenizer of {whose} changes the text that it encodes, so its tokens cannot be matched with those of"
+            " another tokenizer; use a draft of the target's family, or --proposer ngram"
         )
     return text
 

@@ -137,9 +137,8 @@ class Source:
         """
         if unhandled := sorted(self._unhandled):
             raise OutriderError(
-                f"{unhandled[0]!r} (and {len(unhandled) - 1} more) is unknown in this format, so"
-                " the draft head may compute something else than expected; use a checkpoint in a"
-                " supported format"
+                f"{unhandled[0]!r} (and {len(unhandled) - 1} more) is unknown in this format, so the draft head may"
+                " compute something else than expected; use a checkpoint in a supported format"
             )
         return self._ignored
 

@@ -90,9 +90,8 @@ def _download(name: HubName, commit: str, files: Mapping[str, int | None]) -> No
     free = shutil.disk_usage(_existing(Path(constants.HF_HUB_CACHE))).free
     if size > free:
         raise OutriderError(
-            f"{name} takes {decimal(size)}, and {decimal(free)} are free in"
-            f" {constants.HF_HUB_CACHE}; free some space, or set HF_HOME to a folder on another"
-            " disk"
+            f"{name} takes {decimal(size)}, and {decimal(free)} are free in {constants.HF_HUB_CACHE}; free some space,"
+            " or set HF_HOME to a folder on another disk"
         )
     with shown_download(str(name), files=len(files), size=size) as bar:
         for file in files:

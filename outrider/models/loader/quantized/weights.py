@@ -122,9 +122,8 @@ class QuantizedWeights(Weights):
                 self._kinds[name] = "fp8"
         if not prefixes:
             raise OutriderError(
-                f"config.json in {folder} says that the weights are quantized ({form.name}), and"
-                " none of them is; remove quantization_config from it, or copy both from one"
-                " checkpoint"
+                f"config.json in {folder} says that the weights are quantized ({form.name}), and none of them is;"
+                " remove quantization_config from it, or copy both from one checkpoint"
             )
 
     @property
