@@ -135,11 +135,7 @@ class Record:
             yield leaf.parameter()
 
     def make(self, values: dict[str, Any], given: set[str]) -> Any:
-        """Make the record from the values of the options.
-
-        Raises:
-            OutriderError: a value is not allowed.
-        """
+        """Make the record from the values of the options. Raises OutriderError if a value is not allowed."""
         made: dict[str, Any] = {}
         for member in self.members:
             if isinstance(member, Record):

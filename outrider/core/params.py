@@ -193,11 +193,7 @@ def check_draft_length(k: object, *, least: int = 0, or_auto: bool = False) -> N
 
 
 def parse_draft_length(option: str, text: str) -> int | str:
-    """Return the number of an option, or auto. Its range is not checked.
-
-    Raises:
-        OutriderError: it is neither.
-    """
+    """Return the number of an option, or auto. Its range is not checked. Raises OutriderError if it is neither."""
     try:
         return AUTO if text == AUTO else int(text)
     except ValueError:

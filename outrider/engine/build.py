@@ -154,11 +154,7 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
 
 
 def load_target(config: EngineConfig) -> LoadedTarget:
-    """Load the target of a configuration.
-
-    Raises:
-        OutriderError: as in `load_checkpoint` and `prepare_target`.
-    """
+    """Load the target of a configuration. Raises OutriderError if as in `load_checkpoint` and `prepare_target`."""
     dtype = full_dtype(config.dtype, config.bits)
     checkpoint = load_checkpoint(
         model_folder(config.target), dtype=dtype, device=config.device, kernels=config.kernels, tp=config.tp

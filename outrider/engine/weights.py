@@ -135,11 +135,7 @@ class EngineWeights:
         self._parts.engine.block("the engine sleeps and has no memory to run; call wake first")
 
     def wake(self) -> None:
-        """Allocate the memory that `sleep` has freed.
-
-        Raises:
-            OutriderError: the engine does not sleep.
-        """
+        """Allocate the memory that `sleep` has freed. Raises OutriderError if the engine does not sleep."""
         if not self._asleep:
             raise OutriderError("the engine does not sleep; call sleep before wake")
         for model in (self._sleeping_target("wake"), *self._own_drafts()):

@@ -101,11 +101,7 @@ def place_draft_model(
 
 
 def place_head(folder: str, ranks: int, *, asked: str) -> DraftPlacement:
-    """Return the placement of a draft head, which is never split.
-
-    Raises:
-        OutriderError: `asked` is sharded.
-    """
+    """Return the placement of a draft head, which is never split. Raises OutriderError if `asked` is sharded."""
     if asked == SHARDED:
         raise OutriderError(f"draft_placement is {asked}, and {folder} is a draft head, which is not split; use auto")
     return replicated(folder, ranks, "each rank runs the whole draft head")

@@ -49,11 +49,7 @@ class ProposerType:
     reads_text: bool = False  # has a draft to which `draft_window` and `draft_quantize` apply
 
     def check(self, argument: str) -> None:
-        """Check the argument before any model is loaded.
-
-        Raises:
-            OutriderError: it is wrong.
-        """
+        """Check the argument before any model is loaded. Raises OutriderError if it is wrong."""
         if self.argument is Argument.NONE:
             self._check_no_argument(argument)
         elif self.argument is Argument.TEXT:
@@ -63,11 +59,7 @@ class ProposerType:
             check_draft(self._folder(argument), heads=self.argument is Argument.DRAFT)
 
     def make(self, argument: str, setup: ProposerSetup) -> Proposer:
-        """Make the proposer.
-
-        Raises:
-            OutriderError: the argument is wrong, or the proposer cannot be made.
-        """
+        """Make the proposer. Raises OutriderError if the argument is wrong, or the proposer cannot be made."""
         maker: Callable[..., Proposer] = resolve_name(f"outrider.{self.maker}")
         if self.argument is Argument.NONE:
             self._check_no_argument(argument)
@@ -286,11 +278,7 @@ def _check(expression: Expression) -> None:
 
 
 def make(expression: Expression, setup: ProposerSetup) -> Proposer:
-    """Make the proposer of a parsed expression.
-
-    Raises:
-        OutriderError: a proposer in the expression cannot be made.
-    """
+    """Make the proposer of a parsed expression. Raises OutriderError if a proposer in the expression cannot be made."""
     if expression.name in COMBINATIONS and expression.parts:
         return combine(expression.name, setup, [make(part, setup) for part in expression.parts])
     if expression.name in NAMED:

@@ -64,11 +64,7 @@ def read_split(file: str | None, *, batch: int, seed: int) -> PromptSplit:
 
 
 def write_files(split: PromptSplit, folder: Path, *, batch: int) -> PromptFiles:
-    """Write the parts into a folder, in the format of prompt files.
-
-    Raises:
-        OutriderError: they cannot be written.
-    """
+    """Write the parts into a folder, in the format of prompt files. Raises OutriderError if they cannot be written."""
     make_folder(folder)
     parts = {
         "train": split.train,

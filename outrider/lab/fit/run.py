@@ -142,11 +142,7 @@ class Fit:
         }
 
     def write(self, document: Document) -> None:
-        """Write the configuration.
-
-        Raises:
-            OutriderError: it cannot be written.
-        """
+        """Write the configuration. Raises OutriderError if it cannot be written."""
         write_whole(self.config, json.dumps(document) + "\n")
 
     def _measure_first(self) -> None:

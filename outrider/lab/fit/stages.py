@@ -104,11 +104,7 @@ def make_training(
 
 
 def train_head(settings: Settings, plan: TrainingPlan, training: Training, progress: Console) -> Document:
-    """Train a head until its time is used.
-
-    Raises:
-        OutriderError: the loss is not a number, or the disk is full.
-    """
+    """Train a head until its time is used. Raises OutriderError if the loss is not a number, or the disk is full."""
     report = _GainReport(settings, training, progress)
     document, _ = training.run(on_evaluation=report.show)
     return {

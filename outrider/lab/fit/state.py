@@ -74,11 +74,7 @@ class State:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder.
-
-    Raises:
-        OutriderError: it cannot be made.
-    """
+    """Make a folder. Raises OutriderError if it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

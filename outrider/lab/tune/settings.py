@@ -40,11 +40,7 @@ def parse_proposers(option: str, text: str) -> tuple[str, ...]:
 
 
 def parse_ks(option: str, text: str) -> tuple[int | str, ...]:
-    """Return the values of "2,4,8,auto". auto comes last.
-
-    Raises:
-        OutriderError: `text` does not have this form.
-    """
+    """Return the values of "2,4,8,auto". auto comes last. Raises OutriderError if `text` does not have this form."""
     parts = [part.strip() for part in text.split(",")]
     numbers = ",".join(part for part in parts if part != AUTO)
     try:

@@ -43,11 +43,7 @@ class BlockStream:
         self._pending = []
 
     def generate(self, block: int, noise: Tensor) -> Tensor:
-        """Return the latent of a block.
-
-        Raises:
-            OutriderError: it has another shape than the generator says.
-        """
+        """Return the latent of a block. Raises OutriderError if it has another shape than the generator says."""
         self.catch_up()
         latent = self._generator.generate(block, noise, self._cache)
         if tuple(latent.shape) != tuple(self._generator.latent_shape):

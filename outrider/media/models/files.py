@@ -24,11 +24,7 @@ def write_set(config: dict[str, Any], networks: Any, folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return what config.json holds.
-
-    Raises:
-        OutriderError: there is no such file, or it is not a JSON object.
-    """
+    """Return what config.json holds. Raises OutriderError if there is no such file, or it is not a JSON object."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

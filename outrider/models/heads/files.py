@@ -45,11 +45,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint folder, by name. A file is opened when it is needed."""
 
     def __init__(self, folder: Path) -> None:
-        """List the tensors of a folder.
-
-        Raises:
-            OutriderError: a file is missing or damaged.
-        """
+        """List the tensors of a folder. Raises OutriderError if a file is missing or damaged."""
         self._folder = folder
         self._opened: dict[Path, Mapping[str, Any]] = {}
         if (unpacked := _unpacked(folder)) is not None:

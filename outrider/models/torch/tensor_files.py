@@ -116,11 +116,7 @@ class TensorFiles(Weights):
         return name in self._tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a tensor.
-
-        Raises:
-            OutriderError: there is none of this name, or torch has no such type.
-        """
+        """Return a tensor. Raises OutriderError if there is none of this name, or torch has no such type."""
         tensor = self._find(name)
         if tensor.kind not in DTYPES:
             raise OutriderError(f"{name} in {self.path} has the type {tensor.kind}, which is not supported; {_FIX}")
@@ -152,11 +148,7 @@ class TensorFiles(Weights):
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Return the file of each tensor from an index of files.
-
-    Raises:
-        OutriderError: it cannot be read.
-    """
+    """Return the file of each tensor from an index of files. Raises OutriderError if it cannot be read."""
     try:
         weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}

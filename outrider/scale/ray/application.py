@@ -70,11 +70,7 @@ def build_application(settings: Settings, scale: ScaleSettings, *, name: str) ->
 
 
 def check_settings(settings: Settings) -> None:
-    """Check that the options of `outrider serve` support replicas.
-
-    Raises:
-        OutriderError: one of them does not.
-    """
+    """Check that the options of `outrider serve` support replicas. Raises OutriderError if one of them does not."""
     if settings.engine.tp > 1:
         raise OutriderError(f"a replica is one process, and tp is {settings.engine.tp}; use tp 1")
     unsupported = {

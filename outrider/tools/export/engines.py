@@ -64,11 +64,7 @@ class OtherEngine:
     reasons: Mapping[str, str]  # why it runs no other kinds, by kind; "" for all that are not named
 
     def recipe(self, kind: str) -> Recipe:
-        """Return the recipe of a kind of draft.
-
-        Raises:
-            OutriderError: the engine does not run it.
-        """
+        """Return the recipe of a kind of draft. Raises OutriderError if the engine does not run it."""
         if kind in self.recipes:
             return self.recipes[kind]
         reason = self.reasons.get(kind, self.reasons.get("", "it has no such drafts"))
@@ -330,11 +326,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
 
 
 def engine_of(name: str) -> OtherEngine:
-    """Return an engine by its name.
-
-    Raises:
-        OutriderError: there is no such engine.
-    """
+    """Return an engine by its name. Raises OutriderError if there is no such engine."""
     if name not in ENGINES:
         raise OutriderError(f"--for is {name!r}; use one of: {', '.join(ENGINES)}")
     return ENGINES[name]

@@ -50,11 +50,7 @@ class DraftModelTrainee:
     shared_kv: tuple[SharedKV, ...] = ()
 
     def __init__(self, settings: Settings, setup: ProposerSetup) -> None:
-        """Load the draft model.
-
-        Raises:
-            OutriderError: there is no such model, or it cannot draft for this target.
-        """
+        """Load the draft model. Raises OutriderError if there is no such model, or it cannot draft for this target."""
         folder = _draft_folder(settings)
         self._checkpoint = load_trainable(folder, setup.device)
         if self._checkpoint.recurrent:

@@ -99,11 +99,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def write(file: Path, text: str) -> None:
-    """Write a file completely or not at all.
-
-    Raises:
-        OutriderError: the file cannot be written.
-    """
+    """Write a file completely or not at all. Raises OutriderError if the file cannot be written."""
     temporary = file.with_name(f"{file.name}.new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

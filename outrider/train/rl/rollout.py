@@ -291,11 +291,7 @@ def samples_of(
 
 
 def check_call(prompts: Sequence[Prompt], params: SamplingParams, n: int, groups: Sequence[str] | None) -> None:
-    """Check the arguments of `RolloutEngine.generate`.
-
-    Raises:
-        OutriderError: one of them is invalid.
-    """
+    """Check the arguments of `RolloutEngine.generate`. Raises OutriderError if one of them is invalid."""
     if isinstance(prompts, str) or not prompts:
         raise OutriderError("prompts is no list of prompts; give a list of strings or of lists of token ids")
     if not 1 <= n <= _MAX_SAMPLES:

@@ -172,11 +172,7 @@ class NgramProposer:
 
 
 def ngram_proposer(argument: str, setup: ProposerSetup) -> NgramProposer:
-    """Make the proposer of `ngram:MIN-MAX`.
-
-    Raises:
-        OutriderError: the argument is not a range.
-    """
+    """Make the proposer of `ngram:MIN-MAX`. Raises OutriderError if the argument is not a range."""
     if (ends := parse_ngram_range(argument)) is None:
         return NgramProposer(setup)
     return NgramProposer(setup, shortest=ends[0], longest=ends[1])

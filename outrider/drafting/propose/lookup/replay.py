@@ -122,11 +122,7 @@ class _Arguments(NamedTuple):
 
 
 def parse_replay(argument: str) -> _Arguments:
-    """Read FILE[:ACCEPTANCE[:SEED]].
-
-    Raises:
-        OutriderError: there is no such file, or a number is wrong.
-    """
+    """Read FILE[:ACCEPTANCE[:SEED]]. Raises OutriderError if there is no such file, or a number is wrong."""
     parts = argument.split(":")
     numbers = [*takewhile(_is_number, reversed(parts[1:]))][:2][::-1]
     file = Path(":".join(parts[: len(parts) - len(numbers)])).expanduser()

@@ -130,11 +130,7 @@ class Source:
             self._ignored[why] = ignored
 
     def close(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the ignored tensors by reason.
-
-        Raises:
-            OutriderError: a tensor was neither taken nor ignored.
-        """
+        """Return the ignored tensors by reason. Raises OutriderError if a tensor was neither taken nor ignored."""
         if unhandled := sorted(self._unhandled):
             raise OutriderError(
                 f"{unhandled[0]!r} (and {len(unhandled) - 1} more) is unknown in this format, so the draft head may"

@@ -164,11 +164,7 @@ def _unsupported_reason(config: Mapping[str, Any], names: Collection[str]) -> st
 
 
 def format_of(name: str) -> Format:
-    """Return a format by its name.
-
-    Raises:
-        OutriderError: there is no such format.
-    """
+    """Return a format by its name. Raises OutriderError if there is no such format."""
     for format in FORMATS:
         if format.name == name:
             return format

@@ -90,11 +90,7 @@ class HeadRunner:
             raise OutriderError("a draft head cannot export hidden states; export those of its target")
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load new values for some or all weights.
-
-        Raises:
-            OutriderError: a name or a shape does not match.
-        """
+        """Load new values for some or all weights. Raises OutriderError if a name or a shape does not match."""
         state_dict = self.module.state_dict()
         for name, value in weights.items():
             if name not in state_dict:

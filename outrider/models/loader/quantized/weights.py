@@ -70,11 +70,7 @@ def integer_bits(config: Any) -> int:
 
 
 def find_format(settings: Settings) -> Format:
-    """Return the format of a quantization.
-
-    Raises:
-        UnsupportedModel: it is not read, or one of its options is not.
-    """
+    """Return the format of a quantization. Raises UnsupportedModel if it is not read, or one of its options is not."""
     method = str(settings.get("quant_method"))
     if method == "None" and ("load_in_4bit" in settings or "load_in_8bit" in settings):
         method = "bitsandbytes"
@@ -176,11 +172,7 @@ class QuantizedWeights(Weights):
             ) from error
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape of a weight, without making it.
-
-        Raises:
-            OutriderError: the checkpoint does not have it.
-        """
+        """Return the shape of a weight, without making it. Raises OutriderError if the checkpoint does not have it."""
         return self._of(name, self.format.shape) if name in self._quantized else self._files.shape(name)
 
     def _stored_bytes(self, name: str) -> int:
