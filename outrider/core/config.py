@@ -247,5 +247,5 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
-# What a server runs, where the user does not say otherwise.
+# The default configuration of a server.
 SERVER_ENGINE = EngineConfig(max_round_ms=60.0, isolate_faults=True)

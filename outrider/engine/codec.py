@@ -67,7 +67,7 @@ class TextCodec:
 
     @property
     def speech_rules(self) -> SpeechRules | None:
-        """What the checkpoint of a speech model says about speech; None: the target is no speech model."""
+        """The rules of speech of the checkpoint; None: the target is no speech model."""
         return None if self.source_rules is None else self.source_rules.speech
 
     @property
@@ -77,7 +77,7 @@ class TextCodec:
 
     @property
     def input_kind(self) -> str:
-        """What the model takes: "chat" with a chat template, "prompt" without; for an encoder "source" or "audio"."""
+        """The kind of input: "chat" with a chat template, "prompt" without; for an encoder "source" or "audio"."""
         if self.source_rules is not None:
             return "source" if self.speech_rules is None else "audio"
         return "chat" if self.chat_template else "prompt"

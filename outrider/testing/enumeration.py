@@ -19,7 +19,7 @@ from outrider.errors import OutriderError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is special about the distributions of a random instance."""
+    """The special properties of the distributions of a random instance."""
 
     zeros: float = 0.0  # share of tokens with probability 0
     same: bool = False  # q equals p

@@ -174,7 +174,7 @@ class Refiner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockView:
-    """What the columns of a block attend to in one decoder layer."""
+    """The positions that the columns of a block attend to in one decoder layer."""
 
     window: int = 0  # the number of latest positions that a column sees, its own included; 0: all
     causal: bool = False  # a column sees no later column (JetSpec)

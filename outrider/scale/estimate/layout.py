@@ -96,7 +96,7 @@ def all_to_all_seconds(tokens: float, copies: float, hidden: float, link: Link, 
 
 
 class Work(TypedDict):
-    """What a pass computes, as in `one_pass`."""
+    """The work of a pass, as in `one_pass`."""
 
     tokens: float
     seqs: float

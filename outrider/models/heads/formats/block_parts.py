@@ -1,4 +1,4 @@
-"""What the formats of the kinds of block heads have besides layers: names of tensors, and values of configs."""
+"""The parts of block heads besides their layers, by kind: names of tensors, and values of configs."""
 
 from __future__ import annotations
 

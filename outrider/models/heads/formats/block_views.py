@@ -1,4 +1,4 @@
-"""What the columns of a block attend to, in configs.
+"""The positions that the columns of a block attend to, in configs.
 
 `layer_types` says which layers have a window. Whether a column sees later columns is read from the first of these that
 a config has: `is_causal` of z-lab, `causal` of vLLM, `causal_head` of JetSpec. Without one, layers with a window are
