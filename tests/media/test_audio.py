@@ -1,6 +1,5 @@
 """Audio models: spectra and samples, the streaming synthesizer, scores of windows, files, commands and the recipe."""
 
-import json
 import math
 import random
 import wave
@@ -10,7 +9,6 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from outrider.cli.app import app
 from outrider.errors import OutriderError
 from outrider.media import AudioModels, QualityGate, Scorer, StreamDecoder, TargetOnly, load_models
 from outrider.media.models.audio.captions import LANGUAGE
@@ -27,6 +25,7 @@ from recipes.audio import train
 from recipes.audio.fits import CaptionFits
 from recipes.audio.scorers import damage_sounds
 from recipes.audio.sounds import make_sound, random_sounds
+from tests.media.commands import document, run
 
 CAPTION = "a bright arpeggio on a low do at a fast tempo"
 AUDIO = AudioConfig(blocks=4, frames=4, channels=32, steps=(1.0, 0.5))
@@ -233,15 +232,6 @@ def test_wav_files(tmp_path):
         assert (sound.getnchannels(), sound.getsampwidth(), sound.getframerate()) == (1, 2, 8000)
         values = torch.frombuffer(bytearray(sound.readframes(4)), dtype=torch.int16)
     assert values.tolist() == [0, 16384, -32767, 32767]
-
-
-def run(*words):
-    return CliRunner().invoke(app, ["media", *map(str, words)])
-
-
-def document(result):
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 def test_demo(folder, tmp_path):
