@@ -1,7 +1,6 @@
 """Tests of `outrider export`: layouts, commands, the k of tune, and refusals."""
 
 import json
-import shlex
 import shutil
 from importlib import import_module
 from itertools import pairwise
@@ -25,16 +24,11 @@ from outrider.models.heads.store import import_head, write_head
 from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.torch.gguf_linear import expand_blocks
-from outrider.tools.export.engines import ENGINES, MODEL, Draft, engine_of
+from outrider.tools.export.engines import ENGINES, MODEL, Draft, engine_of, words
 from outrider.tools.export.gguf_model import find_rule
 from outrider.tools.export.tuned import tuned_k
 from tests.helpers import tiny
 from tests.helpers.heads import cases, random_draft, write_new_head, write_random_head
-
-
-def words(command):
-    """Return the words of a command of several lines."""
-    return shlex.split(command.replace("\\\n", " "))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
+from shlex import quote, split
 from types import MappingProxyType
 from typing import Any
 
@@ -330,3 +330,8 @@ def engine_of(name: str) -> OtherEngine:
     if name not in ENGINES:
         raise OutriderError(f"--for is {name!r}; use one of: {', '.join(ENGINES)}")
     return ENGINES[name]
+
+
+def words(command: str) -> list[str]:
+    """Return the words of a command, for checks."""
+    return split(command.replace("\\\n", " "))

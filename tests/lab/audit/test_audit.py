@@ -334,7 +334,7 @@ def test_replay_reports_differences():
 
 
 def test_replay_accepts_differences_that_rounding_explains():
-    greedy = [case for case in cases(ScriptedPair(), EXACT["walk"], k=2, depths=(1,)) if not case.sampled]
+    greedy = [case for case in cases(ScriptedPair(), EXACT["walk"], k=2, depths=(1,)) if not case.temperature]
     section = replay(ScriptedPair({(0, 2)}, gap=1e-5), EXACT["walk"], k=2, depths=(1,), tokens=8, seed=0)
     greedy_details = [detail for detail in section.details if not detail.temperature]
     assert len(greedy_details) == len(greedy)
