@@ -31,7 +31,7 @@ from outrider.runtime.heap import Heap
 from outrider.runtime.processes import rank, world_size
 from outrider.runtime.progress import stage
 from outrider.train.budget import TimeBudget
-from outrider.train.data.answers import AnswerGenerator, AnswerParams
+from outrider.train.data.answers import AnswerGenerator
 from outrider.train.data.batches import Collator
 from outrider.train.data.feature_cache import FeatureCache, origin_of
 from outrider.train.data.prompts import count_repeated, encode_prompt, encode_sourced_prompt, read_prompts, split
@@ -284,12 +284,7 @@ class Training:
             parts,
             recorder,
             self._encode_prompts(prompts, numbers),
-            AnswerParams(
-                temperature=settings.temperature,
-                max_tokens=settings.max_tokens,
-                ignore_eos=settings.ignore_eos,
-                seed=settings.seed,
-            ),
+            settings,
             cache=self._feature_cache(),
         )
         return PromptSchedule(generator, numbers, settings, most_per_process=most_per_process), collator
