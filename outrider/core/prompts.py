@@ -118,15 +118,13 @@ def parse_prompt(line: Line) -> Prompt:
         OutriderError: the line has not exactly one of `prompt` and `messages`, or a field is invalid.
     """
     where = line.where
-    category = line.fields.get("category", _DEFAULT_CATEGORY)
+    category = _category(line)
     prompt = line.fields.get("prompt")
     messages = line.fields.get("messages")
     later: tuple[str, ...] = ()
     if prompt is None and messages is None and (turns := _benchmark_turns(line)):
         messages = [{"role": "user", "content": turns[0]}]
         later = turns[1:]
-    if not isinstance(category, str) or not category:
-        raise OutriderError(f"{where}: category must be a string of at least one character; change it, or leave it out")
     if (prompt is None) == (messages is None):
         raise OutriderError(f"{where}: give one of prompt and messages; use {_FORM}")
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
@@ -140,6 +138,15 @@ def parse_prompt(line: Line) -> Prompt:
         messages=None if messages is None else parse_messages(messages, where),
         later=later,
     )
+
+
+def _category(line: Line) -> str:
+    category = line.fields.get("category", _DEFAULT_CATEGORY)
+    if not isinstance(category, str) or not category:
+        raise OutriderError(
+            f"{line.where}: category must be a string of at least one character; change it, or leave it out"
+        )
+    return category
 
 
 def _id(line: Line) -> str:
@@ -167,7 +174,7 @@ def parse_sourced_prompt(line: Line) -> Prompt:
         OutriderError: the line has no source, or messages, or a field is invalid.
     """
     where = line.where
-    category = line.fields.get("category", _DEFAULT_CATEGORY)
+    category = _category(line)
     source = line.fields.get("source")
     prompt = line.fields.get("prompt")
     if not isinstance(source, str) or not source:
@@ -178,8 +185,6 @@ def parse_sourced_prompt(line: Line) -> Prompt:
         raise OutriderError(f"{where}: messages are for decoder-only targets; give lines like {SOURCE_FORM}")
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
         raise OutriderError(f"{where}: prompt must be a string of at least one character; change it, or leave it out")
-    if not isinstance(category, str) or not category:
-        raise OutriderError(f"{where}: category must be a string of at least one character; change it, or leave it out")
     return Prompt(id=_id(line), category=category, prompt=prompt, messages=None, source=source)
 
 
@@ -233,23 +238,10 @@ def chat_text(
 
 
 def chat_tokens(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    continue_final_message: bool = False,
-    options: Mapping[str, Any] | None = None,
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **others: Any
 ) -> tuple[int, ...]:
-    """Return the tokens of `chat_text`. The template has added all special tokens already."""
-    text = chat_text(
-        tokenizer,
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        tools=tools,
-        continue_final_message=continue_final_message,
-        options=options,
-    )
+    """Return the tokens of `chat_text` with these arguments. The template has added all special tokens already."""
+    text = chat_text(tokenizer, messages, add_generation_prompt=add_generation_prompt, **others)
     return text_tokens(tokenizer, text, special=False)
 
 
