@@ -120,18 +120,3 @@ def make_trainer(nano, description: HeadDescription, *, steps: int) -> tuple[Tra
     texts = Collator(description.aux_states, range(2), tables, module.ids).collate(samples, train_on_prompts=False)
     trainee = SimpleNamespace(module=module, ids=module.ids, unroll=partial(unrolled, module))
     return Trainer(trainee, losses=parse("ce:0.1,tv:1.8"), steps=steps, decay=0.8, lr=3e-3), texts
-
-
-def train(nano, description: HeadDescription, *, steps: int, rounds: int = 60, loss: float = 0.6, gain: float = 1.0):
-    """Train a new module. Check that the loss falls to a share `loss`, and tau rises by `gain`.
-
-    Return the module, and its last acceptance by position.
-    """
-    target, prompts, _ = nano
-    trainer, texts = make_trainer(nano, description, steps=steps)
-    module = trainer.trainee.module
-    tau_before = measure_tau(module, target, prompts)
-    stats = [trainer.train([texts], progress=step / rounds) for step in range(rounds)]
-    assert stats[-1].loss < loss * stats[0].loss
-    assert measure_tau(module, target, prompts) > tau_before + gain
-    return module, [step for step in stats if step.alpha_counts][-1].acceptance

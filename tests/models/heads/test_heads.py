@@ -34,7 +34,7 @@ from outrider.train.model.presets import KINDS, Sizes, describe
 from tests.helpers import tiny
 from tests.helpers.heads import PROMPTS, check_text, far, feed, guessed_by, make_kv_view, plain_text
 from tests.helpers.train_setup import scatter
-from tests.models.heads.drive_head import train
+from tests.models.heads.drive_head import make_trainer, measure_tau
 
 VIEW = SharedKV(layer=3, key_heads=2, dim=64)
 MINI = Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=1, view=VIEW)
@@ -259,8 +259,14 @@ def test_native_kernels_agree_with_torch(kind, vocab, dtype, tolerance):
 
 @pytest.mark.slow
 def test_training_of_medusa_lowers_the_loss_and_raises_acceptance(nano):
+    target, prompts, _ = nano
     description = describe("medusa", Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, depth=3))
-    train(nano, description, steps=3, rounds=20, loss=0.9, gain=0.2)
+    trainer, texts = make_trainer(nano, description, steps=3)
+    module = trainer.trainee.module
+    tau_before = measure_tau(module, target, prompts)
+    stats = [trainer.train([texts], progress=step / 20) for step in range(20)]
+    assert stats[-1].loss < 0.9 * stats[0].loss
+    assert measure_tau(module, target, prompts) > tau_before + 0.2
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")

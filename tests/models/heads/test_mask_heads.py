@@ -27,11 +27,11 @@ from tests.models.heads.drive_head import (
     commit_feed,
     grow,
     make_trainer,
+    measure_tau,
     next_batch,
     note_states,
     random_head,
     score_texts,
-    train,
 )
 from tests.models.heads.training_pass import LENGTHS, TrainingPass
 
@@ -196,6 +196,7 @@ def test_no_chains_without_trained_columns():
 
 @pytest.mark.slow
 def test_training_lowers_the_loss_and_raises_acceptance(nano):
+    target, prompts, _ = nano
     plain = describe("eagle3", Sizes(hidden=128, layers=4, vocab=12288, epsilon=1e-5, own_lm_head=False))
     description = replace(
         plain,
@@ -205,11 +206,17 @@ def test_training_lowers_the_loss_and_raises_acceptance(nano):
         masks=MaskTokens(draft_tokens=4, token=12287),
         feedback=Feedback.RAW,
     )
-    untrained, _ = make_trainer(nano, description, steps=4)
-    module, acceptance = train(nano, description, steps=4)
+    trainer, texts = make_trainer(nano, description, steps=4)
+    module = trainer.trainee.module
+    tau_before = measure_tau(module, target, prompts)
+    mask_before = module.mask.detach().clone()
+    stats = [trainer.train([texts], progress=step / 60) for step in range(60)]
+    assert stats[-1].loss < 0.6 * stats[0].loss
+    acceptance = [step for step in stats if step.alpha_counts][-1].acceptance
     assert min(acceptance) > 0.4
     assert len(acceptance) == 4
-    assert not torch.equal(module.mask, untrained.trainee.module.mask)
+    assert measure_tau(module, target, prompts) > tau_before + 1
+    assert not torch.equal(module.mask, mask_before)
 
 
 def test_texts_of_one_and_two_tokens_are_trained():

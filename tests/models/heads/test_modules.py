@@ -26,10 +26,11 @@ from tests.models.heads.drive_head import (
     admit,
     commit_feed,
     grow,
+    make_trainer,
+    measure_tau,
     next_batch,
     note_states,
     random_head,
-    train,
 )
 from tests.models.heads.training_pass import LENGTHS, TrainingPass
 
@@ -139,9 +140,15 @@ def test_released_slot_does_not_affect_the_next_sequence():
 
 @pytest.mark.slow
 def test_training_lowers_the_loss_and_raises_acceptance(nano):
+    target, prompts, _ = nano
     description = describe("mtp", Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, modules=3))
-    _, acceptance = train(nano, description, steps=3)
-    assert len(acceptance) == 3
+    trainer, texts = make_trainer(nano, description, steps=3)
+    module = trainer.trainee.module
+    tau_before = measure_tau(module, target, prompts)
+    stats = [trainer.train([texts], progress=step / 60) for step in range(60)]
+    assert stats[-1].loss < 0.6 * stats[0].loss
+    assert len([step for step in stats if step.alpha_counts][-1].acceptance) == 3
+    assert measure_tau(module, target, prompts) > tau_before + 1
 
 
 @pytest.mark.parametrize(
