@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 CONTEXT = 96
 NAMES = ["llama", "qwen2", "gemma2", "gemma3n_text", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"]
 NAMES.append("llama4_text without temperature")
-RECURRENT = ["lfm2", "mamba2", "qwen3_next", "rwkv", "minimax", "zaya", "nemotron_h"]
+RECURRENT = ["lfm2", "mamba2", "qwen3_next", "minimax", "zaya", "nemotron_h"]
 TEXT = list(b"the quick brown fox")
 
 
