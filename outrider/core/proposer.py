@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from outrider.core.source import SourceRules
     from outrider.core.target import Target
 
+_READ_BEFORE_FIRST_TOKEN = 64  # most tokens that a draft model reads before the first token of the target
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerSetup:
@@ -89,6 +91,15 @@ def must_reproduce(seq: SequenceState, draw: Draw) -> bool:
     """
     params = seq.request.params
     return params.seed is not None and params.temperature > 0 and draw is Draw.SAMPLE
+
+
+def delays_first_token(seq: SequenceState, unread: int) -> bool:
+    """Return whether the first token of a sequence would be late if a draft model read `unread` tokens before it.
+
+    The draft model then reads them after the first token. A few tokens take hardly any time, and a
+    draft in the first round saves more.
+    """
+    return not seq.num_output_tokens and unread > _READ_BEFORE_FIRST_TOKEN
 
 
 def check_budget(batch: Batch, draft: Draft) -> None:

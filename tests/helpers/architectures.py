@@ -507,13 +507,18 @@ _WITHOUT_EXPERTS = frozenset(
         "zaya",
     }
 )
-# Passes of attention models that cannot be recorded as CUDA graphs.
+# Passes of decoder-only models that cannot be recorded as CUDA graphs.
 _NO_GRAPHS = frozenset(
     {
         "granitemoehybrid without recurrence",  # transformers reads values of tensors in the pass
         "dbrx",  # the same
         "longcat_flash",  # a layer has two attention modules
         "llama with dynamic rope",  # the same
+        # Layers share modules, or have no index.
+        "recurrent_gemma",
+        "rwkv",
+        "zamba",
+        "zamba2",
         "mllama",  # a layer is skipped, so its memory is never allocated
         # Their attention layers or indexers are replaced.
         "axk2",
@@ -621,7 +626,7 @@ def _architecture(name: str, kind: str, config: Callable[[], PreTrainedConfig]) 
         kind=kind,
         quantized="no" if kind in _WITH_ENCODER else quantized,
         prefixes=kind not in _WITH_ENCODER,
-        graphs=kind == "attention" and name not in _NO_GRAPHS,
+        graphs=kind not in _WITH_ENCODER and name not in _NO_GRAPHS,
     )
 
 

@@ -33,7 +33,7 @@ def linear(x, weight, *, norm=None, residual=None, gate="", bias=None, out_dtype
 
 
 def rms_norm(x, weight, epsilon):
-    return _normed(x.double(), weight, epsilon).to(x.dtype), x
+    return _normed(x.double(), weight, epsilon).to(x.dtype)
 
 
 def _normed(x, weight, epsilon):

@@ -23,7 +23,8 @@ from outrider.models.heads.modules.layers import Attention
 from outrider.models.heads.targets.autoregressive import AutoregressiveTarget, skip_tokens
 from outrider.models.torch.cuda_recorder import Recorder
 from outrider.models.triton.decoder import attend_groups
-from outrider.models.triton.passes import MAX_COLUMNS, Bucket, Buffers, Rows, feeds_long_prompt, ragged_pass
+from outrider.models.triton.passes import MAX_COLUMNS, Bucket, Buffers, Rows
+from outrider.models.triton.ragged import feeds_long_prompt, ragged_pass
 from outrider.models.triton.recordings import Recordings
 
 
