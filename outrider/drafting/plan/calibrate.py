@@ -24,6 +24,7 @@ from outrider.core.target import ExpertCounter, Target
 from outrider.core.types import Batch, Draft, DraftBudget, SequenceState
 from outrider.drafting.plan.pass_cost import PassCost, Sample
 from outrider.drafting.propose.draft_model.window import find_window
+from outrider.models.cache.shared import SharedCache
 from outrider.models.heads.targets.base import HeadTarget
 from outrider.runtime.ranks import seconds_of_first_rank
 
@@ -87,7 +88,11 @@ class PassTimes:
         """Return the cost of passes, from at least one measurement."""
         cost = PassCost.fit([each.sample for each in self.known.values()])
         window = find_window(self._target)
-        return cost if window is None else replace(cost, window=window.mean_length)
+        return replace(
+            cost,
+            window=None if window is None else window.mean_length,
+            shares_cache=isinstance(self._target.cache, SharedCache),
+        )
 
     @torch.inference_mode()
     def measure(self, seconds: float) -> None:
@@ -167,7 +172,8 @@ def _shapes_by_importance(target: Target) -> Iterator[_Shape]:
                 yield _Shape(tokens, 1, equal=True)
     if target.cache.usage().token_bytes:  # otherwise passes do not depend on the cached tokens
         yield from _deep_shapes(target)
-    if not isinstance(target, HeadTarget):  # a draft head always computes logits for the last token only
+    # A draft head always computes logits for the last token only. A draft that shares the target's cache has no prefill.
+    if not isinstance(target, HeadTarget) and not isinstance(target.cache, SharedCache):
         yield _Shape(min(_PREFILL, context - 1), 1, scored=False)
     yield from empty.values()
 

@@ -41,7 +41,7 @@ class Prefills:
         prefilled: frozenset[int],
         margin: int,
     ) -> bool:
-        """Exclude requests whose prefill takes longer than speculation saves. Return whether any request can draft.
+        """Exclude requests whose prefill takes longer than speculation saves. Return whether any request remains.
 
         Args:
             proposer: the alternative with the draft model.
@@ -52,7 +52,7 @@ class Prefills:
             margin: factor of the prefill time.
         """
         excluded = set()
-        can_draft = False
+        remains = False
         for seq, count, cached in zip(batch.seqs, batch.draft_budget, batch.start, strict=True):
             if not count:
                 continue
@@ -60,9 +60,10 @@ class Prefills:
             if self._seconds_saved(gain, 1 + count, load) < margin * seconds:
                 excluded.add(seq.request.id)
             else:
-                can_draft = True
+                remains = True
         self.excluded = frozenset(excluded)
-        return can_draft
+        # Requests without a budget are at their last token. They do not end speculation for the next texts.
+        return remains or not excluded
 
     def limit(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
         """Return the draft budgets without those of excluded requests."""

@@ -219,7 +219,7 @@ class ProposerStats:
 
     def prefill_seconds(self, seqs: int, cached: float) -> float:
         """Return the time in which a draft model prefills `seqs` sequences of `cached` tokens."""
-        if self.costs.draft is None:
+        if self.costs.draft is None or self.costs.draft.shares_cache:
             return 0.0
         window = self.costs.draft.window
         read = cached if window is None else min(cached, window)

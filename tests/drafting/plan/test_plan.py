@@ -13,13 +13,14 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Batch, DraftBudget, Request, SequenceState
-from outrider.drafting.plan.calibrate import measure_pass
+from outrider.drafting.plan.calibrate import PassTimes, measure_pass
 from outrider.drafting.plan.cost_planner import CostPlanner
 from outrider.drafting.plan.known_costs import cost_file, known_costs
 from outrider.drafting.plan.pass_cost import Clock, CostModel, PassCost, Sample
 from outrider.drafting.plan.pricing import DraftPricing
 from outrider.drafting.plan.proposer_stats import RoundLoad
 from outrider.drafting.plan.window import FIXED_DRAFT_LENGTH, Mode, PlanWindow
+from outrider.drafting.propose.leaves import draft_model
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.models.loader.embedded import embedded
@@ -330,6 +331,39 @@ def test_draft_model_prefills_only_sequences_that_repay_it():
         budgets.append(planner.plan(with_third(budget, start), stats).draft_budget)
     assert [bool(third) for _, _, third in budgets] == [True, False, False]
     assert all(first and second for first, second, _ in budgets)
+
+
+def test_draft_that_shares_the_cache_of_the_target_has_no_prefill():
+    """A prefill of this prompt would take longer than the text."""
+    draft = PassCost(tokens=(1, 1024), seconds=(0.1, 10.0), entry=0, pair=0, fed=1.0)
+    started = []
+    for shares_cache in (False, True):
+        planner = CostPlanner(costs(FLAT, replace(draft, shares_cache=shares_cache)), max_draft_tokens=4)
+        simulate(planner, 1, [0.9] * 4, 100, took=lambda k: (1.0, 0.1 * k))
+        planner._window = PlanWindow(RoundLoad.of(batch(1)))  # plain decoding
+        next_text = batch(1, start=500, first=7)
+        started.append(any(planner.plan(next_text, Stats(rounds=101)).draft_budget))
+    assert started == [False, True]
+
+
+def test_calibration_knows_whether_a_draft_shares_the_cache_of_the_target():
+    target = LLM(None, proposer="quantized:int4", max_num_seqs=1, max_model_len=96, k=2).parts
+    times = PassTimes(draft_model(target.proposer))
+    times.measure(0)
+    assert times.cost().shares_cache
+    own = PassTimes(target.target)
+    own.measure(0)
+    assert not own.cost().shares_cache
+
+
+def test_speculation_continues_after_the_last_token_of_a_text():
+    planner = CostPlanner(costs(FLAT), max_draft_tokens=4)
+    chosen = simulate(planner, 1, [0.9] * 4, 100)
+    assert chosen[-1] == 4
+    last = batch(1).limited((0,))
+    for rounds in range(100, 110):  # at least one of them begins a window
+        assert not any(planner.plan(last, Stats(rounds=rounds)).draft_budget)
+    assert any(planner.plan(batch(1, first=7), Stats(rounds=110)).draft_budget)
 
 
 def test_plan_never_raises_a_budget():

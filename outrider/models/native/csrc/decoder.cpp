@@ -280,21 +280,7 @@ class Decoder {
 
   // Return the largest logit of all ids except `best`.
   static float max_except(const float* logits, int vocab, int best) {
-    Floats max = broadcast(-INFINITY);
-    int i = 0;
-    for (; i + kLanes <= vocab; i += kLanes) {
-      if (best - i >= 0 && best - i < kLanes) {
-        float others[kLanes];
-        store(others, load(logits + i));
-        others[best - i] = -INFINITY;
-        max = maximum(max, load(others));
-      } else {
-        max = maximum(max, load(logits + i));
-      }
-    }
-    float out = largest(max);
-    for (; i < vocab; i++) out = i == best ? out : std::max(out, logits[i]);
-    return out;
+    return std::max(peak(logits, best), peak(logits + best + 1, vocab - best - 1));
   }
 
   // Every thread calls the functions that take a team.

@@ -39,23 +39,59 @@ struct SamplingParams {
   float top_p, min_p;
 };
 
-// Compute softmax(x / temperature) in place.
-inline void softmax(float* x, int size, float temperature) {
-  const auto transform = [&](auto function) {
-    int v = 0;
-    for (; v + kLanes <= size; v += kLanes) store(x + v, function(load(x + v)));
-    float rest[kLanes];
-    std::fill(rest, rest + kLanes, -INFINITY);
-    std::copy(x + v, x + size, rest);
-    store(rest, function(load(rest)));
-    std::copy(rest, rest + (size - v), x + v);
-  };
-  Floats max = broadcast(-INFINITY);
-  transform([&](Floats y) { return y /= temperature, max = maximum(max, y), y; });
-  const float peak = largest(max);
-  transform([&](Floats y) { return exponential(y - peak); });
+// Replace each number by a function of it, a register at a time.
+template <class Function>
+inline void transform(float* x, int size, Function function) {
+  int v = 0;
+  for (; v + kRegLanes <= size; v += kRegLanes) store(x + v, function(load_reg(x + v)));
+  if (v == size) return;
+  float rest[kRegLanes] = {};
+  std::copy(x + v, x + size, rest);
+  store(rest, function(load_reg(rest)));
+  std::copy(rest, rest + (size - v), x + v);
+}
+
+// Call a function with each id whose number is at least `limit`, in order. Few are, so most blocks are passed over.
+template <class Function>
+inline void for_each_at_least(const float* x, int size, float limit, Function function) {
+  constexpr int kBlock = 4 * kRegLanes;
+  int v = 0;
+  for (; v + kBlock <= size; v += kBlock) {
+    FloatReg most = load_reg(x + v);
+    for (int i = kRegLanes; i < kBlock; i += kRegLanes) most = maximum(most, load_reg(x + v + i));
+    if (reduce(most, [](auto a, auto b) { return maximum(a, b); }) < limit) continue;
+    for (int i = v; i < v + kBlock; i++)
+      if (x[i] >= limit) function(i);
+  }
+  for (; v < size; v++)
+    if (x[v] >= limit) function(v);
+}
+
+// Return the largest logit; NaN if a logit is NaN.
+inline float peak(const float* logits, int size) {
+  FloatReg max = FloatReg{} - INFINITY;
+  IntReg nan_lanes = {};
+  int v = 0;
+  for (; v + kRegLanes <= size; v += kRegLanes) {
+    const FloatReg x = load_reg(logits + v);
+    nan_lanes |= x != x;
+    max = maximum(max, x);
+  }
+  float out = reduce(max, [](auto a, auto b) { return maximum(a, b); });
+  float nans = reduce(__builtin_convertvector(nan_lanes & 1, FloatReg), [](auto a, auto b) { return a + b; });
+  for (; v < size; v++) {
+    nans += logits[v] != logits[v];
+    out = std::max(out, logits[v]);
+  }
+  return nans > 0 ? NAN : out;
+}
+
+// Compute softmax(x / temperature) in place. `peak` is the largest logit.
+inline void softmax(float* x, int size, float temperature, float peak) {
+  const float most = peak / temperature;
+  transform(x, size, [=](FloatReg y) { return exponential(y / temperature - most); });
   const float sum = float(total(x, size));
-  transform([&](Floats y) { return y / sum; });
+  transform(x, size, [=](FloatReg y) { return y / sum; });
 }
 
 inline float kth_largest(const float* x, int size, int k) {
@@ -72,75 +108,60 @@ inline float kth_largest(const float* x, int size, int k) {
     lower_bound = select_kth();
     candidates.clear();
   }
-  for (int v = 0; v < size; v++)
-    if (x[v] >= lower_bound) candidates.push_back(x[v]);
+  for_each_at_least(x, size, lower_bound, [&](int v) { candidates.push_back(x[v]); });
   return select_kth();
 }
 
 // Keep the likeliest ids such that the mass before each of them is below top_p, and renormalize. `mass` sums to 1.
 inline void keep_nucleus(float* mass, int size, float top_p) {
   thread_local std::vector<std::pair<float, int>> candidates;
-  candidates.clear();
-  // All ids with less mass than this have less than 1 - top_p together, so none of them is in the nucleus.
+  // All ids with less mass than this have less than 1 - top_p together, so none of them is in the nucleus. Most nuclei
+  // end before much larger masses, so those are tried first.
   const float min_mass = std::max((1 - top_p) / float(size), 1e-30f);
-  for (int v = 0; v < size; v++)
-    if (mass[v] >= min_mass) candidates.emplace_back(-mass[v], v);
-  std::sort(candidates.begin(), candidates.end());
   double kept_mass = 0;
   size_t kept = 0;
-  while (kept < candidates.size() && (!kept || kept_mass < top_p)) kept_mass -= candidates[kept++].first;
+  for (float limit = 1e-3f;; limit /= 16) {
+    limit = std::max(limit, min_mass);
+    candidates.clear();
+    for_each_at_least(mass, size, limit, [&](int v) { candidates.emplace_back(-mass[v], v); });
+    std::sort(candidates.begin(), candidates.end());
+    for (kept = 0, kept_mass = 0; kept < candidates.size() && (!kept || kept_mass < top_p); kept++)
+      kept_mass -= candidates[kept].first;
+    if (limit == min_mass || (kept && kept_mass >= top_p)) break;
+  }
   std::fill(mass, mass + size, 0.0f);
   for (size_t i = 0; i < kept; i++) mass[candidates[i].second] = float(-candidates[i].first / kept_mass);
 }
 
 inline void normalize(float* mass, int size) {
   const float sum = float(total(mass, size));
-  for (int v = 0; v < size; v++) mass[v] /= sum;
+  transform(mass, size, [=](FloatReg y) { return y / sum; });
 }
 
 // Return the first id with the largest logit; -1 if a logit is NaN or the largest is infinite.
 inline int32_t likeliest(const float* logits, int vocab) {
-  Floats max = broadcast(-INFINITY);
-  Ints nan_lanes = {};
-  int i = 0;
-  for (; i + kLanes <= vocab; i += kLanes) {
-    const Floats x = load(logits + i);
-    nan_lanes |= x != x;
-    max = maximum(max, x);
-  }
-  float best = largest(max);
-  bool has_nan = largest(__builtin_convertvector(nan_lanes & 1, Floats)) > 0;
-  for (; i < vocab; i++) {
-    has_nan |= logits[i] != logits[i];
-    best = std::max(best, logits[i]);
-  }
-  if (has_nan || std::isinf(best)) return -1;
-  for (i = 0; logits[i] != best; i++) {
-  }
-  return i;
+  const float most = peak(logits, vocab);
+  return std::isfinite(most) ? int32_t(std::find(logits, logits + vocab, most) - logits) : -1;
 }
 
 // Turn logits into the distribution that tokens are sampled from, in place. If a logit is NaN, it is one-hot at id 0.
 inline void apply_sampling(float* x, int size, const SamplingParams& params) {
-  int best = likeliest(x, size);
-  if (best < 0 || params.temperature == 0) {
-    const bool has_nan = best < 0 && std::any_of(x, x + size, [](float y) { return y != y; });
-    if (best < 0) best = has_nan ? 0 : int(std::max_element(x, x + size) - x);
+  const float most = peak(x, size);
+  if (!std::isfinite(most) || params.temperature == 0) {
+    const auto best = most == most ? std::find(x, x + size, most) - x : 0;
     std::fill(x, x + size, 0.0f);
     x[best] = 1;
     return;
   }
   if (params.top_k < float(size)) {
     const float min_logit = kth_largest(x, size, int(params.top_k));
-    for (int v = 0; v < size; v++)
-      if (x[v] < min_logit) x[v] = -INFINITY;
+    transform(x, size, [=](FloatReg y) { return y < min_logit ? FloatReg{} - INFINITY : y; });
   }
-  softmax(x, size, params.temperature);
+  softmax(x, size, params.temperature, most);
   if (params.top_p < 1) keep_nucleus(x, size, params.top_p);
   if (params.min_p > 0) {
-    const float min_mass = params.min_p * *std::max_element(x, x + size);
-    for (int v = 0; v < size; v++)
-      if (x[v] < min_mass) x[v] = 0;
+    const float min_mass = params.min_p * peak(x, size);
+    transform(x, size, [=](FloatReg y) { return y < min_mass ? FloatReg{} : y; });
     normalize(x, size);
   }
 }
