@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,10 +65,9 @@ def _plan(rng: random.Random, number: int, prompt: Prompt, max_tokens: int) -> P
         "temperature": rng.choice((0.0, 0.0, 0.7, 1.0)),
         "top_p": rng.choice((1.0, 0.9)),
         "seed": rng.randrange(2**31),
-        "user": f"user {rng.randrange(4)}",
     }
-    body = _BODIES[path](text, kind, params, rng.randint(max_tokens // 8, max_tokens))
-    return PlannedRequest(kind, path, body)
+    limit = rng.randint(max_tokens // 8, max_tokens)
+    return PlannedRequest(kind, path, _body(path, kind, text, params, limit))
 
 
 def stopped(planned: PlannedRequest, stop: str) -> PlannedRequest:
@@ -78,42 +76,25 @@ def stopped(planned: PlannedRequest, stop: str) -> PlannedRequest:
     return planned._replace(body=planned.body | field)
 
 
-def _thinks(kind: str) -> bool:
-    return kind not in ("plain", "stop", "forced")
-
-
-def _tools(kind: str, function: dict[str, Any], choice: Any) -> dict[str, Any]:
-    """Return the fields for a function that may be called (auto), or must be."""
-    return {"tools": [function], "tool_choice": choice} if kind.startswith(("auto", "forced")) else {}
-
-
-def _choice(kind: str) -> str:
-    return "auto" if kind == "auto" else "required"
-
-
-def _completion(text: str, _: str, params: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    return {"prompt": text, "max_tokens": limit, "return_token_ids": True, **params}
-
-
-def _chat(text: str, kind: str, params: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    body = _completion(text, kind, params, limit) | {"enable_thinking": _thinks(kind)}
-    body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
-    function = {"type": "function", "function": {"name": _NAME, "parameters": _SCHEMA}}
-    return body | _tools(kind, function, _choice(kind)) | {"parallel_tool_calls": kind != "forced"}
-
-
-def _response(text: str, kind: str, params: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    body = {"input": text, "max_output_tokens": limit, **params, "parallel_tool_calls": kind != "forced"}
-    body |= {} if _thinks(kind) else {"reasoning": {"effort": "none"}}
-    return body | _tools(kind, {"type": "function", "name": _NAME, "parameters": _SCHEMA}, _choice(kind))
-
-
-def _message(text: str, kind: str, params: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": limit, **params}
-    body["metadata"] = {"user_id": body.pop("user")}
-    body["thinking"] = {"type": "enabled" if _thinks(kind) else "disabled"}
-    choice = {"type": "auto" if kind == "auto" else "any", "disable_parallel_tool_use": kind == "forced"}
-    return body | _tools(kind, {"name": _NAME, "input_schema": _SCHEMA}, choice)
-
-
-_BODIES = {"chat/completions": _chat, "responses": _response, "messages": _message, "completions": _completion}
+def _body(path: str, kind: str, text: str, params: dict[str, Any], limit: int) -> dict[str, Any]:
+    """Return the body of a request in the API of its path."""
+    thinks = kind not in ("plain", "stop", "forced")
+    choice = "auto" if kind == "auto" else "required"
+    single = kind == "forced"
+    messages = [{"role": "user", "content": text}]
+    function = {"name": _NAME, "parameters": _SCHEMA}
+    if path == "messages":
+        body = {"messages": messages, "max_tokens": limit, "thinking": {"type": "enabled" if thinks else "disabled"}}
+        tool = {"name": _NAME, "input_schema": _SCHEMA}
+        any_of = {"type": "auto" if choice == "auto" else "any", "disable_parallel_tool_use": single}
+        tools = {"tools": [tool], "tool_choice": any_of}
+    elif path == "responses":
+        body = {"input": text, "max_output_tokens": limit, "reasoning": {} if thinks else {"effort": "none"}}
+        tools = {"tools": [{"type": "function"} | function], "tool_choice": choice, "parallel_tool_calls": not single}
+    elif path == "completions":
+        body, tools = {"prompt": text, "max_tokens": limit, "return_token_ids": True}, {}
+    else:
+        body = {"messages": messages, "max_tokens": limit, "enable_thinking": thinks, "return_token_ids": True}
+        tool = {"type": "function", "function": function}
+        tools = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": not single}
+    return body | params | (tools if kind.startswith(("auto", "forced")) else {})
