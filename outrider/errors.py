@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-# Exceptions that the code of a model may raise if Outrider runs it in a way that its architecture
-# does not allow.
+# Exceptions that the code of a model may raise if Outrider runs it in a way that its architecture does not allow.
 MODEL_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, NotImplementedError)
 
 

@@ -49,12 +49,10 @@ class LLM:
                 the Hugging Face Hub, "org/name". None: the embedded model.
             config: all settings in one record, in place of `target` and `options`.
             planner: sets the number of draft tokens in place of `k`.
-            options: the fields of `EngineConfig`, such as proposer="draft:DIR", k=4 or
-                quantize="int8".
+            options: the fields of `EngineConfig`, such as proposer="draft:DIR", k=4 or quantize="int8".
 
         Raises:
-            OutriderError: an option is unknown, or the models cannot be loaded; the message names
-                the fix.
+            OutriderError: an option is unknown, or the models cannot be loaded; the message names the fix.
         """
         if config is not None and (target is not None or options):
             raise OutriderError("config holds all settings; give config alone, or target and options without it")
@@ -143,10 +141,7 @@ class LLM:
     ) -> tuple[int, ...]:
         """Apply the chat template to a conversation and return the tokens. See `TextCodec.encode_chat`."""
         return self._codec.encode_chat(
-            messages,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
+            messages, tools, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -170,9 +165,8 @@ class LLM:
             prompts: one or several, each a string or a list of token ids. None: the start tokens of
                 the model, for each source.
             params: one for all prompts, or one per prompt; None: greedy.
-            sources: what the encoder of an encoder-decoder target reads: one per prompt, each a
-                string or a list of token ids. For a speech model: the path of a WAV file, or an
-                array of samples; see `encode_source`.
+            sources: what the encoder of an encoder-decoder target reads: one per prompt, each a string or a list of
+                token ids. For a speech model: the path of a WAV file, or an array of samples; see `encode_source`.
 
         Returns:
             `n` completions per prompt, in the order of the prompts.

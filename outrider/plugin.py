@@ -8,18 +8,7 @@ from __future__ import annotations
 
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.tree import chain, empty, one_hot_tree
-from outrider.core.types import (
-    Batch,
-    Draft,
-    DraftKind,
-    Draw,
-    Needs,
-    Packed,
-    Request,
-    Round,
-    Scores,
-    SequenceState,
-)
+from outrider.core.types import Batch, Draft, DraftKind, Draw, Needs, Packed, Request, Round, Scores, SequenceState
 from outrider.verify.lossy import LOSSY
 from outrider.verify.rules import EXACT, Verifier
 

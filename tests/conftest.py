@@ -1,7 +1,5 @@
 """Settings of all tests: the CPU, one thread per process, seeds, and given costs of passes. Shared speech models."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

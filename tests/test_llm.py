@@ -1,7 +1,5 @@
 """The Python front door, on the embedded pair in float32."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -299,14 +297,8 @@ def test_what_is_no_constraint_cannot_be_prepared(llm):
             {"verifier": "block", "proposer": "ngram"},
             "and ngram drafts trees; use one of walk, coupled, siblings, traversal",
         ),
-        (
-            {"verifier": "rejection", "proposer": "first(ngram,draft:@nano)"},
-            "and ngram drafts trees; use one of walk",
-        ),
-        (
-            {"verifier": "block", "proposer": "merge(draft:@nano,exit:1)"},
-            "and merge drafts trees; use one of walk",
-        ),
+        ({"verifier": "rejection", "proposer": "first(ngram,draft:@nano)"}, "and ngram drafts trees; use one of walk"),
+        ({"verifier": "block", "proposer": "merge(draft:@nano,exit:1)"}, "and merge drafts trees; use one of walk"),
         ({"verifier": "lenient", "proposer": "tree:@nano"}, "and tree drafts trees; use one of walk"),
         ({"proposer": "draft"}, "draft needs the folder of a draft model; write draft:DIR"),
         ({"proposer": "draft:nowhere"}, "nowhere is not a folder"),

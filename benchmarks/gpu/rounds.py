@@ -119,7 +119,7 @@ def head(setup: Setup) -> dict[str, Any]:
     module = make_module(describe("eagle3", sizes)).requires_grad_(False)
     with tempfile.TemporaryDirectory() as folder:
         write_head(folder, module, dtype=parts.dtype)
-        engine = EngineConfig(proposer=f"draft:{folder}", max_num_seqs=1, prefix_caching=False)
+        engine = EngineConfig(proposer=f"draft:{folder}", max_num_seqs=setup.pair.scale.slots, prefix_caching=False)
         llm = LLM.from_parts(build_engine(parts.loaded, engine, planner=FixedPlanner(0)))
     try:
         return {str(k): _split(with_planner(llm, FixedPlanner(k)), setup.jobs[:1]) for k in _HEAD_LENGTHS}

@@ -266,14 +266,9 @@ def simulate(turn: Turn, costs: ServerCosts, acceptance: AcceptanceRates, slots:
     that share in CPU time.
     """
     settings = ReplicaSettings(
-        costs=costs.costs,
+        server=costs,
         acceptance=acceptance,
         max_num_seqs=slots,
-        draft_round_seconds=costs.draft_round_seconds,
-        sequence_seconds=costs.sequence_seconds,
-        draft_sequence_seconds=costs.draft_sequence_seconds,
-        chunk_seconds=costs.chunk_seconds,
-        request_seconds=costs.request_seconds,
         publish_seconds=PUBLISH_SECONDS * min(turn.cpu / turn.wall, 1.0),
     )
     fleet = Fleet(settings, fixed(turn.k) if turn.k else off, replicas=1, routing="least-loaded", seed=seed)

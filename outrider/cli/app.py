@@ -128,8 +128,7 @@ def run(
 def bench(*, settings: BenchSettings, printing: Printing, given: set[str]) -> None:
     """Benchmark speculation against plain decoding, interleaved, beside the limits of this machine.
 
-    Prints tables, then one JSON document as the last line if the output is not a terminal or with
-    --json.
+    Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
     """
     check_mode(given)
     check_present(settings.engine.target)
@@ -224,8 +223,7 @@ def audit(*, settings: AuditSettings, server: ServerOptions, printing: Printing,
 def project(*, asked: ProjectOptions, printing: Printing) -> None:
     """Estimate the speedup on a machine and for a model that you do not have, with a roofline model.
 
-    Prints tables, then one JSON document as the last line if the output is not a terminal or with
-    --json.
+    Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
     """
     from outrider.scale.estimate.run import run_project
     from outrider.scale.estimate.table import show
@@ -253,9 +251,8 @@ def tune(*, settings: TuneSettings, server: TuneServer, printing: Printing, give
 
     With --server, measure a running server and say what to set there.
 
-    Prints tables and a summary, then one JSON document as the last line if the output is not a
-    terminal or with --json. --out writes that document, for --config of `outrider run`, `serve` and
-    `bench`.
+    Prints tables and a summary, then one JSON document as the last line if the output is not a terminal or with --json.
+    --out writes that document, for --config of `outrider run`, `serve` and `bench`.
     """
     check_tune_given(server.server, given)
     from outrider.lab.tune import command

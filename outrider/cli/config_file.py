@@ -1,7 +1,6 @@
 """The files that `--config` reads: settings of an engine, or the advice of `outrider tune` and `outrider fit`.
 
-A file of settings is a JSON object with fields of `EngineConfig`, such as {"target": "DIR", "k": 4,
-"max_num_seqs": 8}.
+A file of settings is a JSON object with fields of `EngineConfig`, such as {"target": "DIR", "k": 4, "max_num_seqs": 8}.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ def merge_config(options: Mapping[str, Any], file: str, *, given: Collection[str
 
     Args:
         options: the options of a command, by name.
-        file: the path.
         given: names of the options that the user has set. They take precedence over the file.
 
     Raises:

@@ -29,8 +29,7 @@ class ConstraintOptions:
         """Return the constraint, or None if no option is given.
 
         Raises:
-            OutriderError: a file cannot be read, a constraint is invalid, or several options are
-                given.
+            OutriderError: a file cannot be read, a constraint is invalid, or several options are given.
         """
         given = [value for value in (self.json_schema, self.regex, self.grammar) if value is not None]
         if len(given) > 1:

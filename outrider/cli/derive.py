@@ -28,8 +28,7 @@ def spread(command: Callable[..., None], *, environment: bool = True) -> Callabl
     """Let typer show each field of the dataclass parameters of a command as an option.
 
     Args:
-        command: the function of the command. It may have a parameter `given`: the options on the
-            command line.
+        command: the function of the command. It may have a parameter `given`: the options on the command line.
         environment: whether its options have environment variables.
     """
     hints = get_type_hints(command, include_extras=True)
@@ -136,11 +135,7 @@ class Record:
             yield leaf.parameter()
 
     def make(self, values: dict[str, Any], given: set[str]) -> Any:
-        """Make the record from the values of the options.
-
-        Raises:
-            OutriderError: a value is not allowed.
-        """
+        """Make the record from the values of the options. Raises OutriderError if a value is not allowed."""
         made: dict[str, Any] = {}
         for member in self.members:
             if isinstance(member, Record):

@@ -21,8 +21,7 @@ from outrider.train.settings import Settings as TrainSettings
 def index(*, settings: IndexSettings, printing: Printing) -> None:
     """Build a datastore from files, for `--proposer retrieval:DIR`.
 
-    Texts are stored as tokens of the target. With --json, the last line of standard output is a
-    JSON document.
+    Texts are stored as tokens of the target. With --json, the last line of standard output is a JSON document.
     """
     from outrider.tools.index import run_index
 
@@ -51,10 +50,9 @@ def train(*, kind: KindSettings, settings: TrainSettings, workers: RayWorkers, p
 def fit(*, settings: FitSettings, printing: Printing) -> None:
     """Find the fastest configuration of a target for your prompts: measure, train a head, measure again, certify.
 
-    Writes --out/fit.json, for --config of `outrider run`, `serve` and `bench`. The same command
-    resumes an interrupted fit; Ctrl-C keeps the best so far. Prints a table, then one JSON document
-    as the last line if the output is not a terminal or with --json. The exit code is 1 if a test of
-    the certificate fails.
+    Writes --out/fit.json, for --config of `outrider run`, `serve` and `bench`. The same command resumes an interrupted
+    fit; Ctrl-C keeps the best so far. Prints a table, then one JSON document as the last line if the output is not a
+    terminal or with --json. The exit code is 1 if a test of the certificate fails.
     """
     from outrider.lab.fit import command
 
@@ -81,8 +79,7 @@ def convert(*, settings: ConvertSettings) -> None:
 def export(*, settings: ExportSettings, printing: Printing) -> None:
     """Write a draft as another engine reads it, with the command that runs it there.
 
-    Drafts that the engine does not run are refused. A draft that was not run with an engine is
-    labeled untested.
+    Drafts that the engine does not run are refused. A draft that was not run with an engine is labeled untested.
     """
     from outrider.tools.export.run import run_export
 

@@ -33,8 +33,7 @@ def demo(*, settings: DemoSettings, printing: Printing) -> None:
 def bench(*, settings: BenchSettings, printing: Printing) -> None:
     """Measure speed against quality of gates, random routing, strides and fixed places, interleaved.
 
-    Prints tables, then one JSON document as the last line if the output is not a terminal or with
-    --json.
+    Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
     """
     from outrider.media.command import bench as command
 

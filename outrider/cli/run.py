@@ -53,7 +53,6 @@ def converse(
     """Complete one prompt, or the prompts that a user types on a terminal.
 
     Args:
-        llm: the models.
         params: the sampling parameters.
         prompts: the prompt, and whether to use the chat template, with all messages so far. No
             prompt: read standard input, or begin as the model does if there is a source.
@@ -65,8 +64,7 @@ def converse(
         Whether all completions succeeded. Errors are printed.
 
     Raises:
-        OutriderError: the options do not fit the target; or not on a terminal, a prompt cannot be
-            completed.
+        OutriderError: the options do not fit the target; or not on a terminal, a prompt cannot be completed.
     """
     prompt = prompts.prompt
     source = _source_for(llm, given)
@@ -138,11 +136,7 @@ def _check_transcript(prompt: str | None, reason: str) -> None:
 
 
 def _source_for(llm: LLM, given: GivenSource | None) -> Source | None:
-    """Return the source for a target, or None if none is given.
-
-    Raises:
-        OutriderError: the target needs a source, or one of another kind.
-    """
+    """Return the source for a target, or None if none is given."""
     rules = llm.parts.source_rules
     speech = rules is not None and rules.speech is not None
     if given is None and speech:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 from outrider.core.option import SAMPLING, Option
@@ -61,24 +61,14 @@ class SamplingOptions:
                 raise OutriderError(f"--stop {stop!r} is not UTF-8 text; give UTF-8 text")
         default = 0 if unlimited else DEFAULT_MAX_TOKENS
         max_tokens = default if self.max_tokens is None else self.max_tokens
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=_parse_bias(self.logit_bias),
-            max_tokens=max_tokens or None,
-            min_tokens=self.min_tokens,
-            stop=tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_id or ()),
-            ignore_eos=self.ignore_eos,
-            seed=self.seed,
-            n=self.n,
-            logprobs=self.logprobs,
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {
+            "logit_bias": _parse_bias(self.logit_bias),
+            "max_tokens": max_tokens or None,
+            "stop": tuple(self.stop or ()),
+            "stop_token_ids": tuple(values.pop("stop_token_id") or ()),
+        }
+        return SamplingParams(**values)
 
 
 def _parse_bias(entries: list[str] | None) -> dict[int, float]:

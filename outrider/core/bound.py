@@ -46,8 +46,7 @@ class BinDistance:
 class GroupExact:
     """The group of the emitted token has the probability of the group under p. `groups` says which groups.
 
-    A token of several groups counts for each of them in equal parts. Nothing is promised about the
-    tokens of a group.
+    A token of several groups counts for each of them in equal parts. Nothing is promised about the tokens of a group.
     """
 
     groups: str

@@ -114,9 +114,8 @@ class Cache(Protocol):
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
         """Reserve entries behind the committed tokens for the feed and the draft tokens of each sequence.
 
-        With `first` >= 0 the feed and the nodes before `first` are staged already, and only the
-        nodes from `first` on are added: a draft model drafts its own chain this way. Staged entries
-        are lost unless they are committed.
+        With `first` >= 0 the feed and the nodes before `first` are staged already, and only the nodes from `first` on
+        are added: a draft model drafts its own chain this way. Staged entries are lost unless they are committed.
         """
 
     def commit(self, round: Round) -> None:

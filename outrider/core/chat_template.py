@@ -23,13 +23,11 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **values: Any) 
     """Return a conversation as text.
 
     Args:
-        template: the source of the template.
         messages: the messages. Keys with the value None are left out.
         values: what else the template can read, such as `tools` and `bos_token`.
 
     Raises:
-        TemplateError: the template is invalid, or refuses the messages. A template may raise other
-            errors, too.
+        TemplateError: the template is invalid, or refuses the messages. A template may raise other errors, too.
     """
     return _compiled(template).render(messages=list(map(_message, messages)), **values)
 

@@ -20,21 +20,11 @@ QUANTIZE_BITS = {"int8": 8, "int4": 4}
 KV_DTYPES = (AUTO, "int8")
 FULL_BITS = 16
 ONCE, ALWAYS, NEVER = "once", "always", "never"  # when the logits of a model are checked at load
-# Fields of `EngineConfig` that are options of commands. All commands that load a target have the
-# first ones.
+# Fields of `EngineConfig` that are options of commands. All commands that load a target have the first ones.
 TARGET_OPTIONS = ("target", "dtype", "device", "kernels", "check", "quantize", "kv_dtype", "threads")
 DRAFT_OPTIONS = ("draft_window", "draft_quantize", "draft_candidates")
 NO_DRAFT: Mapping[str, Any] = MappingProxyType(dict.fromkeys(DRAFT_OPTIONS))  # for an engine without a draft
-ENGINE_OPTIONS = (
-    *TARGET_OPTIONS,
-    *DRAFT_OPTIONS,
-    "proposer",
-    "k",
-    "verifier",
-    "plan",
-    "tp",
-    "draft_placement",
-)
+ENGINE_OPTIONS = (*TARGET_OPTIONS, *DRAFT_OPTIONS, "proposer", "k", "verifier", "plan", "tp", "draft_placement")
 LIMIT_OPTIONS = ("max_num_seqs", "max_num_batched_tokens", "max_round_ms", "cache_gb", "prefix_caching")
 
 
@@ -257,5 +247,5 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
-# What a server runs, where the user does not say otherwise.
+# The default configuration of a server.
 SERVER_ENGINE = EngineConfig(max_round_ms=60.0, isolate_faults=True)

@@ -31,9 +31,8 @@ class Kind(StrEnum):
 class Constraint:
     """The form that the text of a completion must have. Only max_tokens can cut it short.
 
-    Tokens that the constraint does not allow have probability 0, and so has end-of-text where the
-    text may not end. The distribution of the allowed tokens is the model's, renormalized, as in
-    constrained decoding token by token.
+    Tokens that the constraint does not allow have probability 0, and so has end-of-text where the text may not end. The
+    distribution of the allowed tokens is the model's, renormalized, as in constrained decoding token by token.
 
     JSON is written on one line, formatted as by Python's json.dumps. A schema with {"x-guidance":
     {"whitespace_flexible": true}} leaves white space to the model.
@@ -42,8 +41,7 @@ class Constraint:
         kind: the language.
         source: the constraint itself: JSON text of a schema, a regular expression (Rust's syntax),
             a grammar (Lark's syntax, as llguidance has it, or GBNF), or a JSON list of texts.
-        prefix: what comes before the constrained text, as rules of Lark, of which the first is
-            `prefix`; "": nothing.
+        prefix: what comes before the constrained text, as rules of Lark, of which the first is `prefix`; "": nothing.
     """
 
     kind: Kind

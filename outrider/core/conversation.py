@@ -92,9 +92,8 @@ class ChatTemplate:
     def _check_kept(self, conversation: list[_Message]) -> None:
         """Raise InvalidMessage if the template drops a part of a message.
 
-        A text may legitimately be changed: white space at its ends, or the reasoning of earlier
-        answers. So a copy of the conversation is rendered, in which each part is replaced by a mark
-        of its own.
+        A text may legitimately be changed: white space at its ends, or the reasoning of earlier answers. So a copy of
+        the conversation is rendered, in which each part is replaced by a mark of its own.
         """
         copy, marks = _mark(conversation)
         try:

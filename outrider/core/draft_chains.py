@@ -27,8 +27,7 @@ class ChainBuilder:
         Args:
             logits: [B, V].
             tokens: [B] the draft tokens.
-            confidence: [B] log-odds of acceptance from a confidence head, which replace the margin
-                of the logits.
+            confidence: [B] log-odds of acceptance from a confidence head, which replace the margin of the logits.
         """
         if self._stop_rule is not None:
             min_prob = self._stop_rule.threshold(sum(count > self.depth for count in self.count))

@@ -22,7 +22,6 @@ class Draws:
     """The randomness that samples the tokens of a chain: one of `uniform` and `race_keys`."""
 
     params: tuple[DrawParams, ...]  # [B]
-    # [B, K] float64 in [0, 1): a token is the first id whose cumulative probability exceeds the
-    # number.
+    # [B, K] float64 in [0, 1): a token is the first id whose cumulative probability exceeds the number.
     uniform: torch.Tensor | None = None
     race_keys: torch.Tensor | None = None  # [B, K] int64 of `PositionNoise.race_keys`

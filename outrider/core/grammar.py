@@ -21,8 +21,7 @@ _time_limit = True  # whether `_MAX_SECONDS` applies
 _MAX_REPEATS = 10_000  # most repetitions of a part of a regular expression or grammar
 _PROBED_TOKENS = 4  # forced tokens that `compile` consumes, to reject constraints that never end
 _CACHE_SIZE = 64  # compiled constraints in the cache
-# A string, a regular expression, a comment or the name of a token in a grammar. They cannot be
-# parts of each other.
+# A string, a regular expression, a comment or the name of a token in a grammar. They cannot be parts of each other.
 _GRAMMAR_PART = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?://|#)[^\n]*|/(?:[^/\\]|\\.)+/|<[^<>\s]+>')
 # Parts of llguidance's messages.
 _DEAD_END = "NoExtension"
@@ -61,8 +60,7 @@ class Grammars:
         """Compile a constraint.
 
         Raises:
-            OutriderError: the constraint is invalid, too large or unsatisfiable, or llguidance is
-                not installed.
+            OutriderError: the constraint is invalid, too large or unsatisfiable, or llguidance is not installed.
         """
         if constraint in self._cache:
             self._cache.move_to_end(constraint)
@@ -124,8 +122,7 @@ class Grammar:
 class Matcher:
     """The state of one text in its grammar.
 
-    Forced tokens depend only on the text. So a run of forced tokens is computed once, where it
-    begins.
+    Forced tokens depend only on the text. So a run of forced tokens is computed once, where it begins.
     """
 
     def __init__(self, grammar: Grammar, end_ids: frozenset[int]) -> None:
@@ -231,9 +228,8 @@ def _failure(reason: str) -> OutriderError:
         )
     if _REFUSED in reason:
         return Fault(
-            f"the constraint refused a token that it had allowed ({reason}), which is a fault of"
-            " Outrider; report it with the constraint and the tokenizer.json of the model, and"
-            " leave the constraint out until then"
+            f"the constraint refused a token that it had allowed ({reason}), which is a fault of Outrider; report it"
+            " with the constraint and the tokenizer.json of the model, and leave the constraint out until then"
         )
     return OutriderError(f"the grammar is too complex at this position; simplify it ({reason})")
 

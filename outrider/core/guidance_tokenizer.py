@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 from outrider.core.token_text import TokenText, decoder_types, id_text, token_text
 from outrider.errors import OutriderError
 
-# llguidance takes a token that begins with this byte as special. No text has this byte, because
-# UTF-8 does not.
+# llguidance takes a token that begins with this byte as special. No text has this byte, because UTF-8 does not.
 _SPECIAL = b"\xff"
 ANY_SPECIAL = "<[special]>"  # how a grammar names any token that no text needs, except end tokens
 _DECODERS = frozenset({"ByteLevel", "ByteFallback", "Metaspace"})  # a token has the same bytes in every text
@@ -20,9 +19,8 @@ _DECODERS = frozenset({"ByteLevel", "ByteFallback", "Metaspace"})  # a token has
 class GuidanceTokenizer:
     """A tokenizer as llguidance needs it: the bytes of each token, and how a text is tokenized.
 
-    Constraints are on bytes. So an added token that is not special, such as <think> of Qwen 3, is
-    text like any other token. llguidance's own reader would take it as special, because of its
-    angle brackets.
+    Constraints are on bytes. So an added token that is not special, such as <think> of Qwen 3, is text like any other
+    token. llguidance's own reader would take it as special, because of its angle brackets.
     """
 
     bos_token_id = None  # not used by llguidance
@@ -64,9 +62,8 @@ def _check(tokenizer: Any) -> None:
     types = decoder_types(tokenizer)
     if not types & _DECODERS:
         raise OutriderError(
-            f"constraints need a tokenizer with one of the decoders {', '.join(sorted(_DECODERS))},"
-            f" and this one has {', '.join(sorted(types)) or 'none'}; use another model, or leave"
-            " the constraint out"
+            f"constraints need a tokenizer with one of the decoders {', '.join(sorted(_DECODERS))}, and this one has"
+            f" {', '.join(sorted(types)) or 'none'}; use another model, or leave the constraint out"
         )
 
 
@@ -82,9 +79,8 @@ def _tokens(text: TokenText, vocab: int, ends: Sequence[int]) -> list[bytes]:
 def _named_tokens(tokenizer: Any, tokens: Sequence[bytes], ends: Sequence[int]) -> dict[str, str]:
     """Return sets of ids, in llguidance's syntax, by how a grammar names them.
 
-    llguidance knows special tokens by name, but no added tokens that are text. `ANY_SPECIAL` is
-    every token that no text needs and that does not end the text: special tokens, unused ids, and
-    the byte that no text has.
+    llguidance knows special tokens by name, but no added tokens that are text. `ANY_SPECIAL` is every token that no
+    text needs and that does not end the text: special tokens, unused ids, and the byte that no text has.
     """
     added = tokenizer.added_tokens_decoder.items()
     named = {token.content: _id_set([id]) for id, token in added if not token.special and id not in ends}

@@ -1,10 +1,9 @@
 """Stateless random numbers: functions of seed, stream and absolute position. They are equal on every device.
 
-The noise that samples the token at a position (streams TARGET and RACE) is keyed by that position,
-which is emitted once. The noise that is used within a round (ACCEPT, DRAFT) is keyed by the first
-position of the round, which increases in every round. If it were keyed by the position of the node,
-the next round would reuse the noise of a rejected draft token. That noise is conditioned on the
-rejection, so the output would be biased.
+The noise that samples the token at a position (streams TARGET and RACE) is keyed by that position, which is emitted
+once. The noise that is used within a round (ACCEPT, DRAFT) is keyed by the first position of the round, which increases
+in every round. If it were keyed by the position of the node, the next round would reuse the noise of a rejected draft
+token. That noise is conditioned on the rejection, so the output would be biased.
 """
 
 from __future__ import annotations

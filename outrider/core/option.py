@@ -45,7 +45,7 @@ class Shown:
 
     names: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
-    """What the help of an option says in addition, by name."""
+    """Additions to the help of options, by name."""
     config: bool = False
     """Whether a file of `--config` gives values of the record, too."""
 

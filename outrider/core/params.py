@@ -31,9 +31,8 @@ class InvalidParam(OutriderError):
 class SamplingParams:
     """How to sample a completion. Every field holds exactly, with and without speculation.
 
-    The target distribution is computed in this order: constraint, logit_bias, repetition_penalty
-    (prompt and output), presence and frequency penalty (output), min_tokens, temperature, top_k,
-    top_p, min_p.
+    The target distribution is computed in this order: constraint, logit_bias, repetition_penalty (prompt and output),
+    presence and frequency penalty (output), min_tokens, temperature, top_k, top_p, min_p.
 
     Attributes:
         temperature: 0 is greedy; otherwise in [0.000001, 10000].
@@ -51,24 +50,18 @@ class SamplingParams:
         stop: strings that end the completion; they are not part of the text.
         stop_token_ids: tokens that end the completion; they are not part of the text.
         ignore_eos: continue after end-of-text.
-        seed: the same seed gives the same completion, alone or in a batch. None: a random seed,
-            which is reported. If the text depends on the draft, k="auto" uses a fixed draft length
-            for a request with its own seed.
+        seed: the same seed gives the same completion, alone or in a batch. None: a random seed, which is reported. If
+            the text depends on the draft, k="auto" uses a fixed draft length for a request with its own seed.
         n: number of independent completions of the prompt.
-        logprobs: report the log-probabilities of each output token and of this many likeliest
-            tokens; None: no report.
-        k: maximum number of draft tokens per round, at most 256; 0: plain decoding; None: the
-            planner decides.
+        logprobs: report the log-probabilities of each output token and of this many likeliest tokens; None: no report.
+        k: maximum number of draft tokens per round, at most 256; 0: plain decoding; None: the planner decides.
         proposer: the proposer of this request, one of `EngineParts.proposers`, with 4 draft tokens
             per round unless `k` is given. None: the planner decides.
-        verifier: the exact rule of this request, one of `EngineParts.verifiers`. None: the engine's
-            own.
+        verifier: the exact rule of this request, one of `EngineParts.verifiers`. None: the engine's own.
         constraint: the form that the text must have.
-        scope: the tenant of the request. Prefix caching and proposers that learn from finished
-            outputs work within one scope only, so that the speed of a request does not reveal the
-            text of another tenant.
-        priority: lower values are scheduled first. 64 rounds of waiting count as much as one step
-            of priority.
+        scope: the tenant of the request. Prefix caching and proposers that learn from finished outputs work within one
+            scope only, so that the speed of a request does not reveal the text of another tenant.
+        priority: lower values are scheduled first. 64 rounds of waiting count as much as one step of priority.
     """
 
     temperature: float = 0.0
@@ -184,7 +177,6 @@ def check_draft_length(k: object, *, least: int = 0, or_auto: bool = False) -> N
     """Check a number of draft tokens per round.
 
     Args:
-        k: the number.
         least: the smallest number that is allowed.
         or_auto: "auto" is allowed as well.
 
@@ -201,11 +193,7 @@ def check_draft_length(k: object, *, least: int = 0, or_auto: bool = False) -> N
 
 
 def parse_draft_length(option: str, text: str) -> int | str:
-    """Return the number of an option, or auto. Its range is not checked.
-
-    Raises:
-        OutriderError: it is neither.
-    """
+    """Return the number of an option, or auto. Its range is not checked. Raises OutriderError if it is neither."""
     try:
         return AUTO if text == AUTO else int(text)
     except ValueError:

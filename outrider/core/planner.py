@@ -13,9 +13,8 @@ from outrider.errors import OutriderError
 class Planner(Protocol):
     """Decides how many tokens each sequence drafts in a round.
 
-    A planner decides from committed tokens, earlier rounds, and the acceptance probabilities of a
-    draft. It never uses the value of a token that it might drop, so the output stays exact. It may
-    only lower `batch.budget`.
+    A planner decides from committed tokens, earlier rounds, and the acceptance probabilities of a draft. It never uses
+    the value of a token that it might drop, so the output stays exact. It may only lower `batch.budget`.
     """
 
     def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:

@@ -70,12 +70,10 @@ def read_lines(file: str | Path, *, form: str) -> Iterator[Line]:
     """Yield the objects of a JSON Lines file. There is at least one.
 
     Args:
-        file: the file.
         form: an example of a valid line, for error messages.
 
     Raises:
-        OutriderError: the file cannot be read, or a line is not an object; the message has the line
-            number.
+        OutriderError: the file cannot be read, or a line is not an object; the message has the line number.
     """
     path = Path(file).expanduser()
     try:
@@ -98,8 +96,7 @@ def read_json(line: str, where: str) -> Any:
     """Return the value of a line of JSON.
 
     Raises:
-        OutriderError: the line is not JSON, or a string in it is not valid Unicode; the message
-            begins with `where`.
+        OutriderError: the line is not JSON, or a string in it is not valid Unicode; the message begins with `where`.
     """
     try:
         value = json.loads(line)
@@ -118,19 +115,16 @@ def parse_prompt(line: Line) -> Prompt:
     """Return the prompt of a line.
 
     Raises:
-        OutriderError: the line has not exactly one of `prompt` and `messages`, or a field is
-            invalid.
+        OutriderError: the line has not exactly one of `prompt` and `messages`, or a field is invalid.
     """
     where = line.where
-    category = line.fields.get("category", _DEFAULT_CATEGORY)
+    category = _category(line)
     prompt = line.fields.get("prompt")
     messages = line.fields.get("messages")
     later: tuple[str, ...] = ()
     if prompt is None and messages is None and (turns := _benchmark_turns(line)):
         messages = [{"role": "user", "content": turns[0]}]
         later = turns[1:]
-    if not isinstance(category, str) or not category:
-        raise OutriderError(f"{where}: category must be a string of at least one character; change it, or leave it out")
     if (prompt is None) == (messages is None):
         raise OutriderError(f"{where}: give one of prompt and messages; use {_FORM}")
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
@@ -146,6 +140,15 @@ def parse_prompt(line: Line) -> Prompt:
     )
 
 
+def _category(line: Line) -> str:
+    category = line.fields.get("category", _DEFAULT_CATEGORY)
+    if not isinstance(category, str) or not category:
+        raise OutriderError(
+            f"{line.where}: category must be a string of at least one character; change it, or leave it out"
+        )
+    return category
+
+
 def _id(line: Line) -> str:
     """Return the name of a line. Benchmarks call it `question_id` or `task_id`."""
     names = ("id", "question_id", "task_id")
@@ -153,11 +156,7 @@ def _id(line: Line) -> str:
 
 
 def _benchmark_turns(line: Line) -> tuple[str, ...]:
-    """Return the messages of the user in a benchmark's line. (): it has no question.
-
-    Raises:
-        OutriderError: a message is not a text.
-    """
+    """Return the messages of the user in a benchmark's line. (): it has no question."""
     turns = line.fields.get("turns", [line.fields.get("question")])
     if turns == [None]:
         return ()
@@ -175,7 +174,7 @@ def parse_sourced_prompt(line: Line) -> Prompt:
         OutriderError: the line has no source, or messages, or a field is invalid.
     """
     where = line.where
-    category = line.fields.get("category", _DEFAULT_CATEGORY)
+    category = _category(line)
     source = line.fields.get("source")
     prompt = line.fields.get("prompt")
     if not isinstance(source, str) or not source:
@@ -186,8 +185,6 @@ def parse_sourced_prompt(line: Line) -> Prompt:
         raise OutriderError(f"{where}: messages are for decoder-only targets; give lines like {SOURCE_FORM}")
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
         raise OutriderError(f"{where}: prompt must be a string of at least one character; change it, or leave it out")
-    if not isinstance(category, str) or not category:
-        raise OutriderError(f"{where}: category must be a string of at least one character; change it, or leave it out")
     return Prompt(id=_id(line), category=category, prompt=prompt, messages=None, source=source)
 
 
@@ -223,16 +220,13 @@ def chat_text(
     Args:
         tokenizer: the tokenizer with the chat template.
         messages: the conversation.
-        add_generation_prompt: whether to add the generation prompt, after which the assistant
-            answers.
+        add_generation_prompt: whether to add the generation prompt, after which the assistant answers.
         tools: descriptions of tools for the template.
-        continue_final_message: whether the text ends within the last message, without a generation
-            prompt.
+        continue_final_message: whether the text ends within the last message, without a generation prompt.
         options: further variables of the template.
 
     Raises:
-        OutriderError: the template refuses or drops a message. Some templates reject a system
-            message, for example.
+        OutriderError: the template refuses or drops a message. Some templates reject a system message, for example.
     """
     template = ChatTemplate(
         tokenizer=tokenizer,
@@ -244,23 +238,10 @@ def chat_text(
 
 
 def chat_tokens(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    continue_final_message: bool = False,
-    options: Mapping[str, Any] | None = None,
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **others: Any
 ) -> tuple[int, ...]:
-    """Return the tokens of `chat_text`. The template has added all special tokens already."""
-    text = chat_text(
-        tokenizer,
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        tools=tools,
-        continue_final_message=continue_final_message,
-        options=options,
-    )
+    """Return the tokens of `chat_text` with these arguments. The template has added all special tokens already."""
+    text = chat_text(tokenizer, messages, add_generation_prompt=add_generation_prompt, **others)
     return text_tokens(tokenizer, text, special=False)
 
 
@@ -268,11 +249,8 @@ def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int
     """Return the tokens of a text.
 
     Args:
-        tokenizer: the tokenizer.
-        text: the text.
-        special: whether the tokenizer adds its special tokens, such as a begin-of-text token. A
-            text that begins with this token, as the output of a chat template may, gets no second
-            one.
+        special: whether the tokenizer adds its special tokens, such as a begin-of-text token. A text that begins with
+            this token, as the output of a chat template may, gets no second one.
 
     Raises:
         OutriderError: the text has half of a surrogate pair, which is not valid Unicode.
@@ -283,8 +261,7 @@ def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int
         raise OutriderError(
             f"the text holds half of a surrogate pair, {text[error.start]!a} at character {error.start}; leave it out"
         ) from None
-    # verbose=False: the tokenizer would warn about a long text and predict errors that do not occur
-    # here.
+    # verbose=False: the tokenizer would warn about a long text and predict errors that do not occur here.
     tokens = tuple(tokenizer.encode(text, add_special_tokens=special, verbose=False))
     begin = tokenizer.bos_token_id
     if not special or begin is None or tokens[:2] != (begin, begin):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from outrider.core.source import SourceRules
     from outrider.core.target import Target
 
+_READ_BEFORE_FIRST_TOKEN = 64  # most tokens that a draft model reads before the first token of the target
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerSetup:
@@ -47,10 +49,9 @@ class ProposerSetup:
 class Proposer(Protocol):
     """Drafts tokens that the target may generate next.
 
-    Contract: the draft of a sequence depends only on what has been committed and scored, and on the
-    sequence's noise. `Draft.kind` and `Draft.q` state exactly how each node was chosen. Sequence b
-    gets at most `batch.draft_budget[b]` nodes. `propose` may prepare state that `commit` uses; the
-    sequences do not change between the two calls.
+    Contract: the draft of a sequence depends only on what has been committed and scored, and on the sequence's noise.
+    `Draft.kind` and `Draft.q` state exactly how each node was chosen. Sequence b gets at most `batch.draft_budget[b]`
+    nodes. `propose` may prepare state that `commit` uses; the sequences do not change between the two calls.
     """
 
     needs: Needs
@@ -67,9 +68,8 @@ class Proposer(Protocol):
     def commit(self, round: Round) -> None:
         """Learn what was accepted. `round.emitted` is not yet part of the sequences' `token_ids`.
 
-        `round.draft` is what was verified. It may have fewer nodes than were proposed, nodes of
-        other proposers, and another order. A proposer finds its own nodes by their tokens in
-        `round.emitted` (`TreeBuilder.path`).
+        `round.draft` is what was verified. It may have fewer nodes than were proposed, nodes of other proposers, and
+        another order. A proposer finds its own nodes by their tokens in `round.emitted` (`TreeBuilder.path`).
         """
 
     def release(self, slot: int) -> None:
@@ -87,11 +87,19 @@ class WeightFollower(Protocol):
 def must_reproduce(seq: SequenceState, draw: Draw) -> bool:
     """Return whether a request has its own seed and an output that depends on the draft.
 
-    The draft must then depend on nothing but the text: neither on other requests nor on what was
-    learned from them.
+    The draft must then depend on nothing but the text: neither on other requests nor on what was learned from them.
     """
     params = seq.request.params
     return params.seed is not None and params.temperature > 0 and draw is Draw.SAMPLE
+
+
+def delays_first_token(seq: SequenceState, unread: int) -> bool:
+    """Return whether the first token of a sequence would be late if a draft model read `unread` tokens before it.
+
+    The draft model then reads them after the first token. A few tokens take hardly any time, and a
+    draft in the first round saves more.
+    """
+    return not seq.num_output_tokens and unread > _READ_BEFORE_FIRST_TOKEN
 
 
 def check_budget(batch: Batch, draft: Draft) -> None:

@@ -31,8 +31,7 @@ def read_speculative_config(text: str) -> Speculation:
     """Return what a JSON object in the form of vLLM or SGLang asks for.
 
     Raises:
-        OutriderError: it is no JSON object, or has an unknown key or value; the message names the
-            known ones.
+        OutriderError: it is no JSON object, or has an unknown key or value; the message names the known ones.
     """
     try:
         fields = json.loads(text)

@@ -14,12 +14,10 @@ from outrider.core.bound import Bound
 class Stats:
     """Sums over rounds or requests. Add two of them with `+`; the sum is exact if both are.
 
-    A *pass* is one decoding sequence in one forward pass of the target. A sequence that only
-    prefills makes no pass.
+    A *pass* is one decoding sequence in one forward pass of the target. A sequence that only prefills makes no pass.
 
-    Counts by position are indexed by the depth i of a draft token, from 0. `offered[i]` passes had
-    a draft token at depth i. In `reached[i]` of them all of its ancestors were accepted, and in
-    `accepted[i]` it was accepted as well.
+    Counts by position are indexed by the depth i of a draft token, from 0. `offered[i]` passes had a draft token at
+    depth i. In `reached[i]` of them all of its ancestors were accepted, and in `accepted[i]` it was accepted as well.
     """
 
     rounds: int = 0

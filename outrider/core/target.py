@@ -17,9 +17,8 @@ from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights
 class Target(Protocol):
     """A model with its KV cache. Scores a batch in one forward pass.
 
-    Contract: the logits of a node depend only on the committed tokens and the node's ancestors.
-    `score` changes only what the cache has staged. After `update_weights` everything in the cache
-    is stale.
+    Contract: the logits of a node depend only on the committed tokens and the node's ancestors. `score` changes only
+    what the cache has staged. After `update_weights` everything in the cache is stale.
     """
 
     vocab: int
@@ -38,9 +37,8 @@ class Target(Protocol):
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
         """Run the feed and draft a greedy chain for each sequence.
 
-        Draft tokens are ids below `vocab`. Every sequence has a budget of at least 1. All draft
-        tokens but the last are staged in the cache. `stop_rule` may stop a sequence earlier, if
-        checking it does not stall the device.
+        Draft tokens are ids below `vocab`. Every sequence has a budget of at least 1. All draft tokens but the last are
+        staged in the cache. `stop_rule` may stop a sequence earlier, if checking it does not stall the device.
         """
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
@@ -48,9 +46,8 @@ class Target(Protocol):
 
         They are in `Scores.hidden_states` and `Scores.feed_hidden_states` of later passes.
 
-        A call replaces the layers of the call before. Prefix caching is off while layers are
-        exported, unless the target keeps the hidden states of cached tokens (see
-        `HiddenStateCache`).
+        A call replaces the layers of the call before. Prefix caching is off while layers are exported, unless the
+        target keeps the hidden states of cached tokens (see `HiddenStateCache`).
 
         Raises:
             OutriderError: the target has no such layer, or cannot export layers.
@@ -84,8 +81,7 @@ class CompiledTarget(Protocol):
 class SelfDraftTarget(Protocol):
     """A target that can draft for itself, with some of its layers or with quantized weights.
 
-    Contract: a submodel or a copy does not change the target's output. Both follow
-    `update_weights`.
+    Contract: a submodel or a copy does not change the target's output. Both follow `update_weights`.
     """
 
     layers: int  # number of decoder layers
@@ -100,8 +96,7 @@ class SelfDraftTarget(Protocol):
     def make_requantized(self, bits: int) -> Target:
         """Make a copy with linear layers of 8 or 4 bits.
 
-        It shares the target's KV cache (see `SharedCache`), or has its own if its keys and values
-        have another dtype.
+        It shares the target's KV cache (see `SharedCache`), or has its own if its keys and values have another dtype.
 
         Raises:
             OutriderError: the copy would not be smaller, or the machine has no kernels for it.

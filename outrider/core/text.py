@@ -15,10 +15,9 @@ _MAX_PROMPT_TOKENS = 8  # of the prompt that are decoded before the completion
 class TextStream:
     """Decodes a completion token by token.
 
-    `text` has the characters that no later token can change. In many tokenizers the text of a token
-    depends on the token before it. So a window of recent tokens is decoded each time. It begins
-    within the prompt: SentencePiece removes a space from the front of decoded text, and the space
-    before the first word of a completion must stay.
+    `text` has the characters that no later token can change. In many tokenizers the text of a token depends on the
+    token before it. So a window of recent tokens is decoded each time. It begins within the prompt: SentencePiece
+    removes a space from the front of decoded text, and the space before the first word of a completion must stay.
     """
 
     def __init__(
@@ -138,8 +137,7 @@ class TextStream:
 def _left_context(prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
     """Return the last tokens of a prompt, from behind its last special token: a new text begins there.
 
-    They have whole characters. With byte fallback, a part of a character would make all bytes after
-    it invalid.
+    They have whole characters. With byte fallback, a part of a character would make all bytes after it invalid.
     """
     tail = list(prompt[-_MAX_PROMPT_TOKENS:])
     for i in range(len(tail), 0, -1):

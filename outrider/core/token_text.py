@@ -121,8 +121,7 @@ def token_text(tokenizer: Any, *, cut: Callable[[Sequence[str]], list[list[int]]
     roles = {"eos": tokenizer.eos_token_id, "bos": tokenizer.bos_token_id}
     return TokenText(
         pieces=pieces,
-        # A byte token and an ordinary token can have the same piece. The tokenizer itself uses the
-        # later one.
+        # A byte token and an ordinary token can have the same piece. The tokenizer itself uses the later one.
         ids={piece: id for id, piece in enumerate(pieces) if piece},
         special=special,
         cut=cut or cut_by_tokenizer,

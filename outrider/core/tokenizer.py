@@ -19,16 +19,11 @@ class FastTokenizer:
     """
 
     def __init__(
-        self,
-        backend: Tokenizer,
-        named: Mapping[str, str],
-        chat_template: str | None,
-        make_full: Callable[[], Any],
+        self, backend: Tokenizer, named: Mapping[str, str], chat_template: str | None, make_full: Callable[[], Any]
     ) -> None:
         """Wrap a tokenizer.
 
         Args:
-            backend: the tokenizer.
             named: the named special tokens, such as `{"eos_token": "<|end|>"}`.
             chat_template: the chat template; None: there is none.
             make_full: makes the tokenizer of transformers.

@@ -138,15 +138,13 @@ class SequenceState:
 class DraftBudget:
     """How many tokens each sequence of a round may draft, and which draft tokens are worth their time.
 
-    The scheduler makes it: the most that each completion can use. The planner lowers it and sets
-    the rest. The engine sets it to 0 where memory is short. The proposer and the grammars stay
-    within it.
+    The scheduler makes it: the most that each completion can use. The planner lowers it and sets the rest. The engine
+    sets it to 0 where memory is short. The proposer and the grammars stay within it.
     """
 
     tokens: tuple[int, ...]  # [B] draft tokens the proposer may return; 0: do not speculate
     with_forced: tuple[int, ...] = ()  # [B] most draft tokens with those that a grammar forces; (): no forced ones
-    # The lowest acceptance probability at which a draft token is worth its time in the target's
-    # pass.
+    # The lowest acceptance probability at which a draft token is worth its time in the target's pass.
     min_path_prob: float = 0.0
     # The lowest probability at which drafting one more token pays, if 1, 2, ... sequences draft.
     min_draft_probs: tuple[float, ...] = ()
@@ -236,15 +234,13 @@ class Packed:
 class Draft:
     """A tree of draft tokens for each sequence. A chain is a tree whose parents are -1, 0, 1, ...
 
-    Parents come before children. Siblings are in the order in which they were sampled. Nodes from
-    `count` on are padding. `q` holds the distribution that a sampled node was drawn from, before
-    earlier siblings are removed.
+    Parents come before children. Siblings are in the order in which they were sampled. Nodes from `count` on are
+    padding. `q` holds the distribution that a sampled node was drawn from, before earlier siblings are removed.
 
-    A proposer may estimate the acceptance probability of its nodes in `accept_prob`. The values
-    never rise from one node to the next, so a planner shortens a draft by keeping its first nodes
-    (`tree.cut`). An estimate may use the committed text, past acceptance, and the distributions
-    that a node and its ancestors were drawn from. It must not use a token sampled at or below the
-    node, or cutting would bias the output.
+    A proposer may estimate the acceptance probability of its nodes in `accept_prob`. The values never rise from one
+    node to the next, so a planner shortens a draft by keeping its first nodes (`tree.cut`). An estimate may use the
+    committed text, past acceptance, and the distributions that a node and its ancestors were drawn from. It must not
+    use a token sampled at or below the node, or cutting would bias the output.
     """
 
     tokens: torch.Tensor  # [B, N] int64, ids of the target
@@ -277,10 +273,9 @@ class Draft:
 class StopRule:
     """When a draft model stops drafting.
 
-    The acceptance probability of a draft token, given that its parent is accepted, is
-    sigmoid(weight * margin + bias). The margin is the difference of the two largest logits. A draft
-    token whose path has a probability below `min_path_prob` is dropped. A sequence stops after a
-    token below `min_draft_probs`, or after an end token.
+    The acceptance probability of a draft token, given that its parent is accepted, is sigmoid(weight * margin + bias).
+    The margin is the difference of the two largest logits. A draft token whose path has a probability below
+    `min_path_prob` is dropped. A sequence stops after a token below `min_draft_probs`, or after an end token.
     """
 
     weight: tuple[float, ...]  # by position; the last value holds for all later positions
@@ -313,8 +308,7 @@ class Scores:
     """The output of one forward pass: at the last committed token (node 0) and at each draft token (node 1 + j)."""
 
     logits: torch.Tensor  # [B, 1 + N, V] float32
-    # Outputs of exported layers, by layer: at the nodes [B, 1 + N, H], and at the whole feed [B][F,
-    # H].
+    # Outputs of exported layers, by layer: at the nodes [B, 1 + N, H], and at the whole feed [B][F, H].
     hidden_states: Mapping[int, torch.Tensor] = field(default_factory=dict)
     feed_hidden_states: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     best: torch.Tensor | None = None  # [B, 1 + N] likeliest ids, -1 if logits are not finite; None: not computed
@@ -345,9 +339,8 @@ class Scores:
 class KVView:
     """Read access to a target's keys and values by token position, whatever their memory layout."""
 
-    # entries(layer, slots, begin, end) returns keys and values [slots, key heads, end - begin, D],
-    # possibly as views. Entries beyond what a slot holds are arbitrary finite numbers. None before
-    # the first pass.
+    # entries(layer, slots, begin, end) returns keys and values [slots, key heads, end - begin, D], possibly as views.
+    # Entries beyond what a slot holds are arbitrary finite numbers. None before the first pass.
     entries: Callable[[int, Sequence[int], int, int], tuple[torch.Tensor, torch.Tensor] | None]
     layer_config: Mapping[str, Any]  # the model's configuration of its layers
 
@@ -397,8 +390,7 @@ class Round:
     emitted: tuple[tuple[int, ...], ...]  # [B] tokens of the accepted nodes, then the bonus token; () during prefill
     sampled_logprob: tuple[tuple[float, ...], ...]  # [B] under p, for each emitted token
     failed: tuple[bool, ...]  # [B] whether the sequence fails
-    # Reasons of failures, by index in the batch. A failed sequence without a reason has logits that
-    # are not finite.
+    # Reasons of failures, by index in the batch. A failed sequence without a reason has logits that are not finite.
     reasons: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -424,8 +416,7 @@ class Completion:
     stats: Stats
     error: str = ""
     source_token_ids: tuple[int, ...] = ()  # what the encoder has read; (): the target reads no text
-    # The versions of the target's weights that sampled the output: (index of the first token,
-    # version), in order.
+    # The versions of the target's weights that sampled the output: (index of the first token, version), in order.
     weight_versions: tuple[tuple[int, int], ...] = ()
     num_cached_prompt_tokens: int = 0  # tokens of the prompt that the prefix cache held
     stop_string: str = ""  # the stop string before which the text ends; "": another reason ended it

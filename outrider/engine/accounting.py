@@ -14,8 +14,7 @@ class Accounting:
 
     def __init__(self, *, alternatives: int, exact: bool, bound: Bound | None = None) -> None:
         self.total = StatsAccumulator(exact=exact, bound=bound)
-        # Without the tokens that grammars force, because the planner needs the statistics of the
-        # proposer alone.
+        # Without the tokens that grammars force, because the planner needs the statistics of the proposer alone.
         self.proposed = StatsAccumulator(exact=exact, bound=bound)
         # For each alternative, the rounds in which a sequence had draft tokens.
         self.by_alternative = tuple(StatsAccumulator(exact=exact, bound=bound) for _ in range(alternatives))

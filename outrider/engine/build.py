@@ -138,15 +138,13 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
         planner: sets the number of draft tokens in place of `config.k`.
 
     Raises:
-        OutriderError: a model cannot be loaded, or the parts do not fit together; the message names
-            the fix.
+        OutriderError: a model cannot be loaded, or the parts do not fit together; the message names the fix.
     """
     if planner is not None and not _is_planner(planner):
         raise OutriderError(f"planner is {planner!r}; use an object with the methods plan and trim, or None and a k")
     if join(config.tp, config.device) is not None:
         remove_time_limit()  # it may end a request in one rank only
-    # The default depends on the free memory, so it is chosen once, before the target takes its
-    # part.
+    # The default depends on the free memory, so it is chosen once, before the target takes its part.
     proposer = proposer_of(config)
     config = replace(config, proposer=proposer)
     find_verifier(config.verifier, proposer)
@@ -156,11 +154,7 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
 
 
 def load_target(config: EngineConfig) -> LoadedTarget:
-    """Load the target of a configuration.
-
-    Raises:
-        OutriderError: as in `load_checkpoint` and `prepare_target`.
-    """
+    """Load the target of a configuration. Raises OutriderError if as in `load_checkpoint` and `prepare_target`."""
     dtype = full_dtype(config.dtype, config.bits)
     checkpoint = load_checkpoint(
         model_folder(config.target), dtype=dtype, device=config.device, kernels=config.kernels, tp=config.tp
@@ -204,24 +198,18 @@ def _precision(checkpoint: Checkpoint, config: EngineConfig) -> Precision:
 
 
 def build_engine(
-    loaded: LoadedTarget,
-    config: EngineConfig,
-    *,
-    planner: Planner | None = None,
-    slots: range | None = None,
+    loaded: LoadedTarget, config: EngineConfig, *, planner: Planner | None = None, slots: range | None = None
 ) -> EngineParts:
     """Make a proposer and an engine for a loaded target.
 
     Args:
-        loaded: the target.
         config: the fields about models are not read again.
         planner: sets the number of draft tokens in place of `config.k`.
         slots: the engine's own part of the target's slots, if engines share the target. None of
             them may run while another one is made.
 
     Raises:
-        OutriderError: the proposer, the verifier or the planner cannot be made, or they do not fit
-            together.
+        OutriderError: the proposer, the verifier or the planner cannot be made, or they do not fit together.
     """
     model = loaded.model
     spec = proposer_of(config)
@@ -332,7 +320,6 @@ def make_planner(k: int | str, target: Target, proposer: Proposer, *, replay: bo
 
     Args:
         k: draft tokens per round, or "auto".
-        target: the target.
         proposer: the proposer. Plain decoding needs no measured costs.
         replay: as in `auto_planner`.
         has_plan: whether a plan file keeps what the planner learns.
@@ -365,8 +352,7 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig, devic
     for a full context in each slot, but takes at most `_CACHE_SHARE` of the free memory.
 
     Raises:
-        OutriderError: the size of the target's cache cannot be set, or the memory is too small for
-            one sequence.
+        OutriderError: the size of the target's cache cannot be set, or the memory is too small for one sequence.
     """
     for cache in caches:
         cache.set_prefix_caching(caching.share)
@@ -396,8 +382,7 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig, devic
 def _check_enough(blocks: int, context: int, uses: Sequence[CacheUsage], *, can_be_set: bool) -> None:
     """Check that one sequence with a full context fits into this number of blocks in each cache.
 
-    A draft that reads a window needs memory for the window only. `can_be_set` says whether
-    `cache_gb` applies.
+    A draft that reads a window needs memory for the window only. `can_be_set` says whether `cache_gb` applies.
     """
     longest = max(min(context, use.slot_tokens) for use in uses)
     # One more block, because a sequence briefly uses both a partly matching block and its copy.
@@ -406,10 +391,9 @@ def _check_enough(blocks: int, context: int, uses: Sequence[CacheUsage], *, can_
         return
     block_bytes = sum(use.token_bytes * use.block_tokens for use in uses)
     raise OutriderError(
-        f"the KV caches have {blocks * block_bytes / 1e9:.3g} GB, and one sequence of {longest}"
-        f" tokens needs {needed * block_bytes / 1e9:.3g} GB ({block_bytes // uses[0].block_tokens}"
-        f" bytes per token); {'raise cache_gb, ' if can_be_set else ''}free memory, or lower"
-        " max_model_len"
+        f"the KV caches have {blocks * block_bytes / 1e9:.3g} GB, and one sequence of {longest} tokens needs"
+        f" {needed * block_bytes / 1e9:.3g} GB ({block_bytes // uses[0].block_tokens} bytes per token);"
+        f" {'raise cache_gb, ' if can_be_set else ''}free memory, or lower max_model_len"
     )
 
 
@@ -441,9 +425,8 @@ def auto_planner(
 ) -> CostPlanner:
     """Return a planner that knows the costs of the target and of the draft model of each alternative.
 
-    With `replay`, the output of a request with a seed depends on its drafts, and must be
-    reproducible (see `CostPlanner`). `find_costs` returns the costs of a target and of its draft
-    model; None: `known_costs`.
+    With `replay`, the output of a request with a seed depends on its drafts, and must be reproducible (see
+    `CostPlanner`). `find_costs` returns the costs of a target and of its draft model; None: `known_costs`.
     """
     alternatives = proposer.parts if isinstance(proposer, Switch) else (proposer,)
     find = find_costs or known_costs

@@ -23,8 +23,7 @@ from outrider.models.torch.speech.source import audio_features
 from outrider.models.torch.speech.wav import Recording
 
 Prompt = str | Sequence[int]
-# Text or token ids. For a speech model: the path of a WAV file, the samples of a recording, or its
-# features.
+# Text or token ids. For a speech model: the path of a WAV file, the samples of a recording, or its features.
 Source = Prompt | Path | Sequence[float] | npt.NDArray[Any] | torch.Tensor | Recording | AudioFeatures
 EncodedSource = tuple[int, ...] | AudioFeatures
 
@@ -52,8 +51,7 @@ class TextCodec:
     ) -> None:
         """Use a tokenizer of transformers for a model with logits for `vocab` ids, of which `end_ids` end a text.
 
-        `source_rules` are those of an encoder-decoder target; None: the target is a decoder-only
-        model.
+        `source_rules` are those of an encoder-decoder target; None: the target is a decoder-only model.
         """
         self.tokenizer = tokenizer
         self.vocab = vocab
@@ -69,7 +67,7 @@ class TextCodec:
 
     @property
     def speech_rules(self) -> SpeechRules | None:
-        """What the checkpoint of a speech model says about speech; None: the target is no speech model."""
+        """The rules of speech of the checkpoint; None: the target is no speech model."""
         return None if self.source_rules is None else self.source_rules.speech
 
     @property
@@ -79,7 +77,7 @@ class TextCodec:
 
     @property
     def input_kind(self) -> str:
-        """What the model takes: "chat" with a chat template, "prompt" without; for an encoder "source" or "audio"."""
+        """The kind of input: "chat" with a chat template, "prompt" without; for an encoder "source" or "audio"."""
         if self.source_rules is not None:
             return "source" if self.speech_rules is None else "audio"
         return "chat" if self.chat_template else "prompt"
@@ -87,9 +85,8 @@ class TextCodec:
     def encode(self, prompt: Prompt, *, language: str | None = None, task: str | None = None) -> tuple[int, ...]:
         """Return the tokens of a prompt, with the special tokens that the tokenizer adds.
 
-        For encoder-decoder targets, the prompt is the beginning of the output. A text has the
-        model's start tokens before it and no other special tokens. `language` and `task` are those
-        of `start_tokens`, for a text only.
+        For encoder-decoder targets, the prompt is the beginning of the output. A text has the model's start tokens
+        before it and no other special tokens. `language` and `task` are those of `start_tokens`, for a text only.
 
         Raises:
             OutriderError: the prompt is neither a string nor a list of token ids, or token ids come
@@ -110,8 +107,7 @@ class TextCodec:
         in [-1, 1] at its rate, which is 16000 for Whisper.
 
         Raises:
-            OutriderError: the source is neither a string nor a list of token ids, or is no audio
-                that the model takes.
+            OutriderError: the source is neither a string nor a list of token ids, or is no audio that the model takes.
         """
         rules = self.speech_rules
         return self._encode(source, "a source") if rules is None else audio_features(source, rules)
@@ -121,15 +117,13 @@ class TextCodec:
     ) -> EncodedPrompt:
         """Return the tokens of a prompt and what the encoder of an encoder-decoder target reads.
 
-        Without a prompt, the output of such a target begins with its start tokens, those of
-        `language` and `task`.
+        Without a prompt, the output of such a target begins with its start tokens, those of `language` and `task`.
 
         Raises:
             OutriderError: the prompt or the source does not fit the model.
         """
         encoded_source = None if source is None else self.encode_source(source)
-        # Check the source first: without one, most prompts of an encoder-decoder model are a
-        # mistake, too.
+        # Check the source first: without one, most prompts of an encoder-decoder model are a mistake, too.
         self.check_source(encoded_source)
         if prompt is None:
             return EncodedPrompt(self.start_tokens(language, task), encoded_source)
@@ -141,9 +135,8 @@ class TextCodec:
         `language` and `task` are for speech models; see `SpeechRules.start_tokens`.
 
         Raises:
-            OutriderError: the target is a decoder-only model, or its checkpoint does not name these
-                tokens; or the speech model does not know the language or the task, or needs a
-                language.
+            OutriderError: the target is a decoder-only model, or its checkpoint does not name these tokens; or the
+                speech model does not know the language or the task, or needs a language.
         """
         self._check_speech(language, task)
         rules = self.source_rules
@@ -178,8 +171,7 @@ class TextCodec:
             options: further variables of the template, such as enable_thinking.
 
         Raises:
-            OutriderError: the model has no chat template, or the template refuses or drops a
-                message.
+            OutriderError: the model has no chat template, or the template refuses or drops a message.
         """
         if self.source_rules is not None:
             raise OutriderError(

@@ -1,8 +1,7 @@
 """Apply grammars to a round: mask the logits of each node, and add the draft tokens that a grammar forces.
 
-The grammar state at a node follows from the path to the node. Where a grammar allows a single
-token, p is one-hot, so a draft token with this value is always accepted and all others are always
-rejected.
+The grammar state at a node follows from the path to the node. Where a grammar allows a single token, p is one-hot, so a
+draft token with this value is always accepted and all others are always rejected.
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ class ConstrainedDraft:
 def apply_constraints(batch: Batch, draft: Draft, vocab: int) -> ConstrainedDraft:
     """Drop draft tokens that grammars forbid and add tokens that they force.
 
-    Verification stays exact: a change depends only on the ancestors of a node, or p at the node is
-    one-hot.
+    Verification stays exact: a change depends only on the ancestors of a node, or p at the node is one-hot.
 
     Args:
         batch: the sequences. Their `budget` limits the draft tokens, including forced ones.
@@ -239,8 +237,7 @@ class _GrammarWalk:
         for child in self._children[old]:
             token = child.token
             allowed = 0 <= token < self._vocab and bool(bits[token >> 3] >> (token & 7) & 1)
-            # Keep sampled tokens that are not allowed. Dropping a token for its value would bias
-            # the output.
+            # Keep sampled tokens that are not allowed. Dropping a token for its value would bias the output.
             if allowed or child.kind != DraftKind.ONE_HOT:
                 node = self._add(child._replace(parent=new))
                 if allowed:

@@ -15,9 +15,8 @@ from outrider.models.native.support import may_run
 from outrider.runtime.machine import free_memory
 
 _WIDE_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0"})  # types of GGUF files with at least 8 bits
-# Free memory that a target with a quantized copy of itself needs, as a multiple of the size of its
-# files: the weights while they are loaded and packed, the copy with 4 bits, and some room for KV
-# caches.
+# Free memory that a target with a quantized copy of itself needs, as a multiple of the size of its files: the weights
+# while they are loaded and packed, the copy with 4 bits, and some room for KV caches.
 _MEMORY_FACTOR = 3
 _COPY_BITS = 4
 _LOOKUP = "suffix:100000"  # keeps 100,000 tokens of past outputs, which is about 12 MB
@@ -28,10 +27,9 @@ def default_proposer(
 ) -> str:
     """Return the proposer of a target for which none was chosen.
 
-    It is the first of these that fits: the embedded draft model for the embedded target;
-    `best(suffix:100000,mtp)` if the target's checkpoint has a module for multi-token prediction;
-    `best(suffix:100000,quantized:int4)` on the native kernels of a CPU, if memory is free for the
-    copy; and `suffix:100000`, which needs no model.
+    It is the first of these that fits: the embedded draft model for the embedded target; `best(suffix:100000,mtp)` if
+    the target's checkpoint has a module for multi-token prediction; `best(suffix:100000,quantized:int4)` on the native
+    kernels of a CPU, if memory is free for the copy; and `suffix:100000`, which needs no model.
 
     Args:
         target: folder of the target, or a GGUF file. None: the embedded target.

@@ -200,8 +200,7 @@ class Engine:
         constrained = apply_constraints(batch, draft, self._target.vocab)
         round = self._verify(batch, constrained, timer)
         if round.draft.size and any(round.failed):
-            # A draft token may be the cause, which plain decoding would not score. Run the round
-            # without drafts.
+            # A draft token may be the cause, which plain decoding would not score. Run the round without drafts.
             empty = tree.empty(len(batch.seqs), self._target.device)
             without = replace(batch, budget=DraftBudget((0,) * len(batch.seqs)))
             constrained = apply_constraints(without, empty, self._target.vocab)
@@ -216,11 +215,7 @@ class Engine:
         return seconds
 
     def _propose(self, batch: Batch, timer: RoundTimer) -> Draft:
-        """Return the draft of the proposer.
-
-        Raises:
-            OutriderError: it exceeds its budget, or the verifier does not support it.
-        """
+        """Return the draft of the proposer."""
         with timer.drafting:
             draft = self._proposer.propose(batch)
         check_budget(batch, draft)
@@ -263,9 +258,8 @@ class Engine:
     def recover(self, error: Exception) -> tuple[SequenceState, ...]:
         """Continue after `step` raised `error`. Only the sequence that causes the error ends with it.
 
-        Each sequence runs the round again, alone and without draft tokens. A sequence that raises
-        again ends with that error. If the round had begun to commit, all its sequences end with
-        `error`.
+        Each sequence runs the round again, alone and without draft tokens. A sequence that raises again ends with that
+        error. If the round had begun to commit, all its sequences end with `error`.
 
         Returns:
             The sequences that took part, as `step` does.

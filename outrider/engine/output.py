@@ -1,4 +1,4 @@
-"""What a sequence has generated: chunks while it runs, and its completion."""
+"""The output of a sequence: chunks while it runs, and its completion."""
 
 from __future__ import annotations
 

@@ -68,10 +68,7 @@ def _entries(logprobs: torch.Tensor, tokens: Sequence[int], top: int) -> list[To
     values, ids = best.values.tolist(), best.indices.tolist()
     return [
         TokenLogprobs(
-            token=token,
-            logprob=chosen[i],
-            sampled_logprob=chosen[i],
-            top=tuple(zip(ids[i], values[i], strict=True)),
+            token=token, logprob=chosen[i], sampled_logprob=chosen[i], top=tuple(zip(ids[i], values[i], strict=True))
         )
         for i, token in enumerate(tokens)
     ]

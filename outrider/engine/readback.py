@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 def read_greedy(batch: Batch, draft: Draft, scores: Scores, masks: Masks | None) -> Round:
     """Return the round in which every sequence takes the likeliest token.
 
-    All exact rules give the same result for a one-hot target distribution, so no probabilities are
-    computed.
+    All exact rules give the same result for a one-hot target distribution, so no probabilities are computed.
     """
     best: torch.Tensor | Sequence[Sequence[int]] | None
     if masks is not None:

@@ -39,8 +39,7 @@ class RequestMaker:
     ) -> list[Request]:
         """Return the `n` requests of a prompt that a `TextCodec` of this model has encoded.
 
-        `seed` is for parameters without one; None: a random seed. `speech_output` is for speech
-        models.
+        `seed` is for parameters without one; None: a random seed. `speech_output` is for speech models.
 
         Raises:
             InvalidParam: the prompt or a parameter does not fit the model.
@@ -83,8 +82,7 @@ class RequestMaker:
         """Return the requests of prompts, `n` for each. The arguments are those of `LLM.generate`.
 
         Raises:
-            OutriderError: a prompt, a source or a parameter does not fit the model, or their
-                numbers differ.
+            OutriderError: a prompt, a source or a parameter does not fit the model, or their numbers differ.
         """
         prompt_list, source_list = _pair(prompts, sources)
         params_list = list(params) if isinstance(params, Sequence) else [params] * len(prompt_list)

@@ -23,14 +23,12 @@ class Scheduler:
     Every decoding sequence runs in every round. Prompts share the rest of the round's token budget
     in order (chunked prefill), so a long prompt does not delay decoding sequences.
 
-    The rank of a request is `_AGING_ROUNDS * priority + arrival round`, and the lowest rank comes
-    first. It is fixed on arrival, so a later request with a better priority goes first only if it
-    arrives within `_AGING_ROUNDS` rounds for each step of the difference. The number of requests
-    that a request waits for is therefore bounded.
+    The rank of a request is `_AGING_ROUNDS * priority + arrival round`, and the lowest rank comes first. It is fixed on
+    arrival, so a later request with a better priority goes first only if it arrives within `_AGING_ROUNDS` rounds for
+    each step of the difference. The number of requests that a request waits for is therefore bounded.
 
-    When the KV cache is full, the sequence with the last rank is preempted. It waits for a slot
-    again, and its tokens so far become its prompt. The first sequence is never preempted, so it
-    ends and another one becomes the first.
+    When the KV cache is full, the sequence with the last rank is preempted. It waits for a slot again, and its tokens
+    so far become its prompt. The first sequence is never preempted, so it ends and another one becomes the first.
     """
 
     def __init__(self, *, slots: int, chunk: int | PrefillBudget, context: int, first: int = 0) -> None:
@@ -85,12 +83,10 @@ class Scheduler:
     def admit(self, cache: Cache) -> list[SequenceState]:
         """Give free slots to waiting requests, while memory and the token budget of the round allow.
 
-        The result includes requests whose grammar cannot be started. They have a `finish_reason`
-        and no slot.
+        The result includes requests whose grammar cannot be started. They have a `finish_reason` and no slot.
         """
         admitted = []
-        # Kept up to date below. To count all sequences again for each new one takes long if there
-        # are hundreds.
+        # Kept up to date below. To count all sequences again for each new one takes long if there are hundreds.
         ends = {running.slot: self._reserved_length(running) for running in self._running}
         unfed = self._unfed_tokens()
         decoding = self._num_decoding()

@@ -1,9 +1,8 @@
 """Stopwatches: how long the parts of a round take, also on a device that runs behind the host.
 
-A call that starts work on a GPU returns before the work is done. The host's time around such a call
-is the time of the launch. The work itself is waited for where the host reads the result, and would
-count there. So a mark is a place in the queue of the device: the device notes the time when it gets
-there.
+A call that starts work on a GPU returns before the work is done. The host's time around such a call is the time of the
+launch. The work itself is waited for where the host reads the result, and would count there. So a mark is a place in
+the queue of the device: the device notes the time when it gets there.
 """
 
 from __future__ import annotations

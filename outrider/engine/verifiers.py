@@ -28,7 +28,6 @@ def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:
     Args:
         name: the name of an exact or lossy rule, or the expression of a relaxed one; None: the rule
             that accepts most of the proposer's draft tokens.
-        proposer: the proposer.
 
     Raises:
         OutriderError: the name or the proposer is unknown, a relaxed rule has invalid options, or
@@ -60,8 +59,7 @@ def verifier_for(verifier: Verifier, target: Target, *, vocab: int, device: torc
     """Return a verifier whose tables are made for a target of `vocab` token ids.
 
     Raises:
-        OutriderError: a table does not fit the target, or the target has no embedding to make one
-            from.
+        OutriderError: a table does not fit the target, or the target has no embedding to make one from.
     """
 
     def embedding() -> torch.Tensor:
@@ -86,7 +84,6 @@ def fitting_verifiers(proposer: str | Maker, draw: Draw) -> tuple[str, ...]:
     next round, so any other rule would condition it on a rejection.
 
     Args:
-        proposer: the proposer.
         draw: how the proposer chooses draft tokens.
     """
     chains = isinstance(proposer, str) and CHAINS.issuperset(parse(proposer).names())

@@ -21,12 +21,10 @@ _DRAFT_LENGTHS = (2, 4, 8)  # those that the planner of k auto chooses most
 def record_passes(parts: EngineParts, proposers: Iterable[Proposer] | None = None) -> float:
     """Record the passes of one sequence and of all slots. Return the seconds spent; 0: none can be recorded.
 
-    The passes are those of the target and of the draft models of `proposers`. None: the proposer of
-    `parts`.
+    The passes are those of the target and of the draft models of `proposers`. None: the proposer of `parts`.
 
-    A recorded pass covers smaller ones. Without this, each shape is recorded when it is used, and
-    requests wait for it. Ranks of tensor parallelism must record together, so they record passes
-    when they are used.
+    A recorded pass covers smaller ones. Without this, each shape is recorded when it is used, and requests wait for it.
+    Ranks of tensor parallelism must record together, so they record passes when they are used.
     """
     if parts.loaded.checkpoint.ranks > 1:
         return 0.0

@@ -1,7 +1,6 @@
 """Replace the weights of a running engine, and free its memory for some time.
 
-Training frameworks call this a weight update, a refit or a weight sync. The target and the draft
-have a version each.
+Training frameworks call this a weight update, a refit or a weight sync. The target and the draft have a version each.
 """
 
 from __future__ import annotations
@@ -57,24 +56,21 @@ class EngineWeights:
     def update(self, weights: NewWeights, version: int | None = None) -> int:
         """Load new values for some or all weights of the target, between two rounds.
 
-        Unfinished requests go on with the new weights, and their KV cache is computed again. Cached
-        prefixes of the old weights are dropped. Drafts that share weights with the target use the
-        new ones. If the tables of a relaxed verifier come from the target's embedding, they are
-        made again. If a weight does not fit, nothing changes.
+        Unfinished requests go on with the new weights, and their KV cache is computed again. Cached prefixes of the old
+        weights are dropped. Drafts that share weights with the target use the new ones. If the tables of a relaxed
+        verifier come from the target's embedding, they are made again. If a weight does not fit, nothing changes.
 
         Args:
-            weights: tensors by the names of the model's `state_dict`, pairs of names and tensors,
-                or the folder of a Hugging Face model. Float tensors of any dtype and device; they
-                are converted to the target's.
+            weights: tensors by the names of the model's `state_dict`, pairs of names and tensors, or the folder of a
+                Hugging Face model. Float tensors of any dtype and device; they are converted to the target's.
             version: a number above the current version. None: the next one.
 
         Returns:
             The new version.
 
         Raises:
-            OutriderError: a name is unknown, a value has another shape, no float dtype, NaN or
-                infinite values, or the version is not above the current one. The old weights stay
-                in use.
+            OutriderError: a name is unknown, a value has another shape, no float dtype, NaN or infinite values, or the
+                version is not above the current one. The old weights stay in use.
         """
         new_version = _next_version(version, self.version)
         new = self._read(weights)
@@ -139,11 +135,7 @@ class EngineWeights:
         self._parts.engine.block("the engine sleeps and has no memory to run; call wake first")
 
     def wake(self) -> None:
-        """Allocate the memory that `sleep` has freed.
-
-        Raises:
-            OutriderError: the engine does not sleep.
-        """
+        """Allocate the memory that `sleep` has freed. Raises OutriderError if the engine does not sleep."""
         if not self._asleep:
             raise OutriderError("the engine does not sleep; call sleep before wake")
         for model in (self._sleeping_target("wake"), *self._own_drafts()):
@@ -172,8 +164,7 @@ class EngineWeights:
     def checksum(self) -> str:
         """Return a SHA-256 of the target's weights as they are stored.
 
-        Engines with the same backend and dtype have the same checksum exactly if their weights are
-        equal.
+        Engines with the same backend and dtype have the same checksum exactly if their weights are equal.
 
         Raises:
             OutriderError: the target does not show its weights.

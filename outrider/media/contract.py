@@ -1,8 +1,7 @@
 """The protocols of models: block generators, a streaming decoder, a scorer and a router.
 
-The protocols are the same for video and audio. A block is a latent of a fixed shape. The decoder
-turns it into content: frames of a video, or samples of a recording. The scorer gives one score for
-each unit of content: a frame, or a window.
+The protocols are the same for video and audio. A block is a latent of a fixed shape. The decoder turns it into content:
+frames of a video, or samples of a recording. The scorer gives one score for each unit of content: a frame, or a window.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from torch import Tensor
 class BlockGenerator(Protocol):
     """A target or a drafter: it makes a block from noise, given the clean blocks in its cache.
 
-    The engine calls `commit` for block 0, 1, ... in this order, and `generate` for the block after
-    the committed ones.
+    The engine calls `commit` for block 0, 1, ... in this order, and `generate` for the block after the committed ones.
     """
 
     @property

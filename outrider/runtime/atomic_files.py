@@ -44,11 +44,7 @@ def check_folder(path: str | Path, option: str) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically. A text becomes UTF-8.
-
-    Raises:
-        OutriderError: the file cannot be written.
-    """
+    """Write a file atomically. A text becomes UTF-8. Raises OutriderError if the file cannot be written."""
     with _temporary_path(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)

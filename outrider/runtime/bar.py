@@ -125,7 +125,7 @@ class _Share(BarColumn):
 
 
 class _Amount(TextColumn):
-    """What is done, and of how much: bytes, or a number."""
+    """The amount that is done, and the total: bytes, or a number."""
 
     def __init__(self) -> None:
         super().__init__("")
@@ -162,7 +162,7 @@ class _Bar(Progress):
             _Amount(),
             _Time(),
         )
-        # What is printed on standard output belongs there, even while the bar is on standard error.
+        # Standard output stays on standard output, even while the bar is on standard error.
         super().__init__(*columns, console=console, transient=True, redirect_stdout=False)
 
     def get_renderables(self) -> Iterable[RenderableType]:

@@ -39,9 +39,8 @@ def use_threads(threads: int | None) -> None:
 def default_threads(root: Path = Path("/")) -> int:
     """Return the fastest number of threads for a memory-bound pass: the usable physical cores of one NUMA node.
 
-    Two threads of a core share its memory path. The weights are on the node of the thread that
-    loaded them, so a pass uses the bandwidth of one node. A CPU quota is rounded down, because
-    threads wait for the slowest one.
+    Two threads of a core share its memory path. The weights are on the node of the thread that loaded them, so a pass
+    uses the bandwidth of one node. A CPU quota is rounded down, because threads wait for the slowest one.
 
     Args:
         root: the folder that contains sys and proc.

@@ -30,8 +30,7 @@ from outrider.runtime.watchdog import Watchdog
 T = TypeVar("T")
 # Of one collective operation of the model. It ends a hang in which all processes stay alive.
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-# Ranks may wait long for rank 0, for example for a request. The watchdog ends them if rank 0 is
-# gone.
+# Ranks may wait long for rank 0, for example for a request. The watchdog ends them if rank 0 is gone.
 _CONTROL_TIMEOUT = timedelta(days=365)
 _ALONE_TIMEOUT = 5.0  # seconds that a rank with a failure waits for the others to ask about it
 _EXIT_DELAY = 1.0  # seconds in which error messages are still sent before the process ends
@@ -62,8 +61,7 @@ class Ranks:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         store, _, _ = next(rendezvous("env://"))
         self._abandoning = threading.Lock()
-        # It watches before the groups exist: a rank that dies while they are made would be waited
-        # for.
+        # It watches before the groups exist: a rank that dies while they are made would be waited for.
         self._watchdog = Watchdog(store.clone(), rank=self.rank, size=size, on_failure=self.abandon)
         self._watchdog.start()
         atexit.register(self._exit)
@@ -111,14 +109,11 @@ class Ranks:
     def all_true(self, value: bool, failure: str = "") -> bool:
         """Return whether the value is true in all ranks.
 
-        If one rank fails, the others may be blocked in a collective of the model and never reach
-        this call. The failing rank therefore exits with `failure` if they do not call within a few
-        seconds.
+        If one rank fails, the others may be blocked in a collective of the model and never reach this call. The failing
+        rank therefore exits with `failure` if they do not call within a few seconds.
 
         Args:
-            value: of this rank.
-            failure: why it is false; "": all ranks ask at the same place, whatever their values
-                are.
+            failure: why it is false; "": all ranks ask at the same place, whatever their values are.
         """
         tensor = torch.tensor(int(value))
         reason = f"rank {self.rank} has failed alone: {failure}"
@@ -193,8 +188,7 @@ def join(size: int, device: str = "auto") -> Ranks | None:
         The ranks; None with a size of 1.
 
     Raises:
-        OutriderError: torchrun has not started this process, or has started another number of
-            processes.
+        OutriderError: torchrun has not started this process, or has started another number of processes.
     """
     global _joined
     if size == 1:

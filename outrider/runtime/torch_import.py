@@ -1,7 +1,6 @@
 """Import torch without its meta kernels, which take a quarter of the time and which a start does not use.
 
-A meta kernel computes the shape of a result for tensors without memory. The shapes of operations in
-C++ need none.
+A meta kernel computes the shape of a result for tensors without memory. The shapes of operations in C++ need none.
 """
 
 from __future__ import annotations

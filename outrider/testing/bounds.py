@@ -1,8 +1,7 @@
 """Measure how far the tokens of a lossy verification rule are from the target's distribution, by enumeration.
 
-The distances are between a distribution of emitted tokens and p, both [N, V]. Each is a lower bound
-on what any rule with this distribution can promise, so a rule that keeps its bound has a distance
-below it on every instance.
+The distances are between a distribution of emitted tokens and p, both [N, V]. Each is a lower bound on what any rule
+with this distribution can promise, so a rule that keeps its bound has a distance below it on every instance.
 """
 
 from __future__ import annotations
@@ -50,10 +49,9 @@ def bin_distance(emitted: torch.Tensor, p: torch.Tensor, order: torch.Tensor) ->
 def group_distance(emitted: torch.Tensor, p: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return [N], the smallest total variation distance from p of the groups that emitted tokens can stand for.
 
-    An emitted token stands for one of its groups. The distance is 0 if the groups can be chosen so
-    that they have the target's distribution. By Strassen's theorem it is the largest excess, over
-    sets of tokens, of their probability over that of all groups with one of them. There are 2**V
-    sets, so the vocabulary must be small.
+    An emitted token stands for one of its groups. The distance is 0 if the groups can be chosen so that they have the
+    target's distribution. By Strassen's theorem it is the largest excess, over sets of tokens, of their probability
+    over that of all groups with one of them. There are 2**V sets, so the vocabulary must be small.
     """
     vocab = emitted.shape[-1]
     mass = groups.mass(p)
@@ -88,22 +86,17 @@ def check_bound(
 ) -> None:
     """Check that a lossy verification rule keeps the bound that it declares, by enumeration in float64.
 
-    The instances are those of `check_verifier`: chains of up to two draft tokens and, with `trees`,
-    trees.
+    The instances are those of `check_verifier`: chains of up to two draft tokens and, with `trees`, trees.
 
     Args:
         rule: the rule, for a vocabulary of `vocab` tokens.
         distance: how far a distribution of emitted tokens is from the target's.
         limit: the declared bound.
-        vocab: V.
         trees: whether the rule verifies trees.
         trials: number of random instances of each case.
-        seed: the seed of the instances.
-        tolerance: for rounding.
 
     Raises:
-        ConformanceError: the emitted tokens are further from the target's distribution than
-            `limit`.
+        ConformanceError: the emitted tokens are further from the target's distribution than `limit`.
     """
     generator = torch.Generator().manual_seed(seed)
     one_hot, sampled = DraftKind.ONE_HOT, DraftKind.SAMPLED

@@ -65,8 +65,7 @@ class FuzzedRun:
         """Commit `text[:length]` in each slot, and return what the proposer then drafts there.
 
         Returns:
-            For each slot its nodes, as (token, parent, kind), and their q [N, V]; None if the draft
-            has no q.
+            For each slot its nodes, as (token, parent, kind), and their q [N, V]; None if the draft has no q.
         """
         seqs = self._admit(text, params, slots)
         self._commit_until(seqs, text, length)

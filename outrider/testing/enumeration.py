@@ -19,7 +19,7 @@ from outrider.errors import OutriderError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is special about the distributions of a random instance."""
+    """The special properties of the distributions of a random instance."""
 
     zeros: float = 0.0  # share of tokens with probability 0
     same: bool = False  # q equals p
@@ -36,8 +36,7 @@ CASES = (Case(), Case(zeros=0.4), Case(same=True), Case(disjoint=True), Case(end
 class Instance:
     """A target and a proposer with known distributions, and a tree shape of N draft tokens.
 
-    A row of a table is the distribution after a path. The index of the row is the path, as a number
-    in base V.
+    A row of a table is the distribution after a path. The index of the row is the path, as a number in base V.
     """
 
     vocab: int  # V
@@ -72,7 +71,6 @@ class Instance:
         """Return an instance with random conditional distributions.
 
         Args:
-            vocab: V.
             parent: [N] the shape of the tree.
             kinds: [N] how each draft token is chosen. One-hot siblings are the likeliest tokens of
                 q in order. Sampled siblings after them are sampled from the other tokens.
@@ -119,15 +117,13 @@ class Proof:
 def prove(rule: Callable[[Draft, torch.Tensor, Noise], Verdict], instance: Instance) -> Proof:
     """Enumerate all drafts and all random outcomes of a rule on an instance.
 
-    The rule runs on a batch with one sequence per draft. Whenever it uses noise, each sequence is
-    split into one per outcome, and the rule runs again until it needs no more outcomes. Outcomes of
-    probability 0 are left out. Sampling at all nodes at once has V**(1 + N) outcomes, so instances
-    must be small.
+    The rule runs on a batch with one sequence per draft. Whenever it uses noise, each sequence is split into one per
+    outcome, and the rule runs again until it needs no more outcomes. Outcomes of probability 0 are left out. Sampling
+    at all nodes at once has V**(1 + N) outcomes, so instances must be small.
 
-    Nodes of equal depth get independent noise, although real noise depends only on the position.
-    This is valid because a rule follows one path. For `Noise.sample_race`, the first SAMPLED child
-    of a node is the winner of the race under its q, and other draft tokens are independent of the
-    race.
+    Nodes of equal depth get independent noise, although real noise depends only on the position. This is valid because
+    a rule follows one path. For `Noise.sample_race`, the first SAMPLED child of a node is the winner of the race under
+    its q, and other draft tokens are independent of the race.
     """
     return _compare(*_enumerate(rule, instance))
 
@@ -138,9 +134,8 @@ def round_distributions(
     """Return the distributions of the tokens that a rule emits in a round, also of a rule that is not exact.
 
     Returns:
-        For each depth d a table [V**d, V], as in `Instance.target`: the distribution of token d of
-        the round, given the tokens before it and that the round emits it. A row of zeros: the round
-        never emits a token there.
+        For each depth d a table [V**d, V], as in `Instance.target`: the distribution of token d of the round, given the
+        tokens before it and that the round emits it. A row of zeros: the round never emits a token there.
 
     Raises:
         OutriderError: the rule emits something other than a path of the draft and one more token.
@@ -417,8 +412,7 @@ def _split_among_siblings(
 ) -> list[torch.Tensor]:
     """Return the distribution of each draft token, so that siblings of one q do not repeat its likeliest tokens.
 
-    One-hot siblings get the likeliest tokens of q in order. Sampled siblings after them get the
-    other tokens.
+    One-hot siblings get the likeliest tokens of q in order. Sampled siblings after them get the other tokens.
     """
     proposal: list[torch.Tensor] = []
     for node, probs in enumerate(q):

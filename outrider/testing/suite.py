@@ -17,15 +17,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.target import Target
 from outrider.core.types import Batch, DraftBudget, DraftKind, Draw, Scores, SequenceState
-from outrider.testing.drive import (
-    FuzzedRun,
-    append,
-    expect,
-    make_round,
-    make_seq,
-    random_text,
-    random_tree,
-)
+from outrider.testing.drive import FuzzedRun, append, expect, make_round, make_seq, random_text, random_tree
 from outrider.testing.enumeration import CASES, Instance, prove
 from outrider.testing.toy_target import ToyTarget
 from outrider.verify.rules import Verifier
@@ -50,16 +42,14 @@ def check_proposer(
 ) -> None:
     """Check that a proposer satisfies the protocol `Proposer`.
 
-    Its drafts must be well formed and within their budgets, and q must give every sampled token
-    some probability. The draft for a sequence must not depend on how its tokens were committed, on
-    the other sequences of the batch, or on an earlier sequence of the slot. A proposer that
-    `learns` from rounds must draft the same tokens after the same rounds.
+    Its drafts must be well formed and within their budgets, and q must give every sampled token some probability. The
+    draft for a sequence must not depend on how its tokens were committed, on the other sequences of the batch, or on an
+    earlier sequence of the slot. A proposer that `learns` from rounds must draft the same tokens after the same rounds.
 
     Args:
         make: makes a new proposer from the setup of a toy target with vocabulary 6 and context 256.
         learns: whether drafts may depend on earlier rounds and on other sequences.
         trials: number of random runs.
-        seed: the seed of the runs.
 
     Raises:
         ConformanceError: the first requirement that is violated.
@@ -94,21 +84,18 @@ def check_cache(
 ) -> None:
     """Check that the cache of a target satisfies the protocol `Cache`.
 
-    It commits random paths of random trees in several slots. Then the logits must equal those of a
-    fresh target that prefills the committed tokens. Sequences share prefixes of random length. Some
-    are preempted and admitted again, and some are replaced by others. The test needs up to 120
-    tokens in each of four slots.
+    It commits random paths of random trees in several slots. Then the logits must equal those of a fresh target that
+    prefills the committed tokens. Sequences share prefixes of random length. Some are preempted and admitted again, and
+    some are replaced by others. The test needs up to 120 tokens in each of four slots.
 
     Args:
         make: makes a new target.
         trials: number of random runs.
-        seed: the seed of the runs.
         tolerance: largest difference of the logits, relative to their norm.
         trees: whether the target supports trees.
 
     Raises:
-        ConformanceError: logits differ by more than `tolerance`, or a prefix is shared with another
-            scope.
+        ConformanceError: logits differ by more than `tolerance`, or a prefix is shared with another scope.
     """
     rng = random.Random(seed)
     for _ in range(trials):
@@ -134,15 +121,12 @@ def check_cache(
 def check_verifier(verifier: Verifier, *, trials: int = 3, seed: int = 0, tolerance: float = 1e-12) -> None:
     """Check that a verifier is exact, by enumeration in float64 (see `outrider.testing.enumeration`).
 
-    The drafts are chains of up to three draft tokens and, if the verifier supports them, trees.
-    Draft tokens are chosen without sampling, sampled, or both. The cases include zeros in p and q,
-    equal p and q, disjoint p and q, drafts that end early, and token ids that the target does not
-    have.
+    The drafts are chains of up to three draft tokens and, if the verifier supports them, trees. Draft tokens are chosen
+    without sampling, sampled, or both. The cases include zeros in p and q, equal p and q, disjoint p and q, drafts that
+    end early, and token ids that the target does not have.
 
     Args:
-        verifier: the verifier.
         trials: number of random instances of each case.
-        seed: the seed of the instances.
         tolerance: largest difference of a probability.
 
     Raises:

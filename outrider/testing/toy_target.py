@@ -93,8 +93,7 @@ class ToyTarget:
 def joint_distribution(target: Target, prompt: Sequence[int], params: SamplingParams, length: int) -> torch.Tensor:
     """Return the exact joint distribution [V, ..., V] of the first `length` tokens after `prompt`, without speculation.
 
-    It scores the tree of all V + V^2 + ... prefixes in one pass and multiplies the probabilities
-    along each path.
+    It scores the tree of all V + V^2 + ... prefixes in one pass and multiplies the probabilities along each path.
     """
     seq = SequenceState.of(prompt, params=params)
     draft = _all_prefixes(target.vocab, length - 1, target.device)

@@ -34,8 +34,7 @@ def run_convert(folder: str, *, to: str, out: str, target: str | None, console: 
         A summary as JSON values.
 
     Raises:
-        OutriderError: the draft is damaged, or the format cannot represent it. Nothing is written
-            then.
+        OutriderError: the draft is damaged, or the format cannot represent it. Nothing is written then.
     """
     format = None if to == OWN_FORMAT else format_of(to)
     path = Path(out).expanduser()
@@ -89,8 +88,7 @@ def checked(folder: str | Path, target: TargetInfo | None) -> ImportedHead:
         target: the sizes of the target; None: do not compare them.
 
     Raises:
-        OutriderError: the head cannot be read, its weights do not fit, or it belongs to another
-            target.
+        OutriderError: the head cannot be read, its weights do not fit, or it belongs to another target.
     """
     head = import_head(folder, target)
     load_module(head.description, head.weights, where=str(folder), stored_name=head.stored_name)
@@ -98,9 +96,8 @@ def checked(folder: str | Path, target: TargetInfo | None) -> ImportedHead:
     sizes = (description.vocab, description.target_hidden, description.target_layers)
     if target and sizes != (target.vocab, target.hidden, target.layers):
         raise OutriderError(
-            f"{folder} was trained on a target with vocabulary {sizes[0]}, width {sizes[1]} and"
-            f" {sizes[2]} layers, and the given target has {target.vocab}, {target.hidden} and"
-            f" {target.layers}; give the target of the head"
+            f"{folder} was trained on a target with vocabulary {sizes[0]}, width {sizes[1]} and {sizes[2]} layers, and"
+            f" the given target has {target.vocab}, {target.hidden} and {target.layers}; give the target of the head"
         )
     return head
 

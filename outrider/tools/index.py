@@ -50,8 +50,7 @@ Tokens = NDArray[np.uint32]  # the tokens of one document
 def run_index(settings: IndexSettings, *, console: Console) -> dict[str, Any]:
     """Build a datastore from files.
 
-    A file with the suffix .jsonl or .ndjson has one document per line. Any other file is one
-    document.
+    A file with the suffix .jsonl or .ndjson has one document per line. Any other file is one document.
 
     Args:
         settings: the files, the target with the tokenizer, and the folder to write.
@@ -287,9 +286,8 @@ def _show(summary: Mapping[str, Any], console: Console) -> None:
     """Print the summary. Paths are printed without wrapping and markup."""
     empty = f", {summary['empty']} of them empty" if summary["empty"] else ""
     text = (
-        f"{summary['files']:,} files{empty}: {summary['documents']:,} documents,"
-        f" {summary['tokens']:,} tokens in {summary['seconds']:.1f} s; {summary['bytes'] / 1e6:.1f}"
-        f" MB in {summary['datastore']}"
+        f"{summary['files']:,} files{empty}: {summary['documents']:,} documents, {summary['tokens']:,} tokens in"
+        f" {summary['seconds']:.1f} s; {summary['bytes'] / 1e6:.1f} MB in {summary['datastore']}"
     )
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(

@@ -126,7 +126,6 @@ def run_inspect(folder: str, *, target: str | None = None, as_json: bool = False
 
     Args:
         folder: the folder of the draft head.
-        target: the folder of its target.
         as_json: print the JSON document to standard output, and everything else to standard error.
 
     Returns:

@@ -1,10 +1,9 @@
 """Search for the layers that a target can skip when it drafts for itself.
 
-While all draft tokens are accepted, the draft has the same input as the target. So one pass of a
-subset of layers over an output of the target shows at each position whether the subset drafts the
-next token. This is enough to simulate all rounds with all draft lengths. Layers are removed
-greedily (Zhang et al. 2023 use Bayesian optimization). The reported figures are from prompts that
-the search does not use.
+While all draft tokens are accepted, the draft has the same input as the target. So one pass of a subset of layers over
+an output of the target shows at each position whether the subset drafts the next token. This is enough to simulate all
+rounds with all draft lengths. Layers are removed greedily (Zhang et al. 2023 use Bayesian optimization). The reported
+figures are from prompts that the search does not use.
 """
 
 from __future__ import annotations

@@ -100,11 +100,10 @@ def show_layers(document: dict[str, Any], console: Console) -> None:
     console.print(table)
     counts = document["prompts"]
     console.print(
-        f"{count_text(document['tried'], 'set')} of layers tried on"
-        f" {count_text(counts['searched'], 'prompt')}. The figures are from"
-        f" {count_text(counts['held_out'], 'other')}, greedy. draft cost: of one draft token, in"
-        " passes of the target. speedup: expected if a pass takes the time to read its weights. by"
-        " time: from measured pass times.",
+        f"{count_text(document['tried'], 'set')} of layers tried on {count_text(counts['searched'], 'prompt')}. The"
+        f" figures are from {count_text(counts['held_out'], 'other')}, greedy. draft cost: of one draft token, in"
+        " passes of the target. speedup: expected if a pass takes the time to read its weights. by time: from measured"
+        " pass times.",
         highlight=False,
     )
     best = max(document["found"], key=lambda entry: entry["speedup"])
@@ -113,6 +112,5 @@ def show_layers(document: dict[str, Any], console: Console) -> None:
         console.print(f"Use it with {options}. Measure the speedup with `outrider bench`.", highlight=False)
     else:
         console.print(
-            "No part of this target is expected to pay as its draft. Use a trained draft or ngram.",
-            highlight=False,
+            "No part of this target is expected to pay as its draft. Use a trained draft or ngram.", highlight=False
         )

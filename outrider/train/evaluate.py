@@ -39,12 +39,10 @@ class Evaluator:
         """Evaluate on `prompts` of these `categories`.
 
         Args:
-            parts: the engine.
             prompts: what the target continues.
             categories: of each prompt.
             k: draft tokens per round.
             tokens: most output tokens of a prompt.
-            seed: of the sampling.
         """
         self._parts = parts
         self._prompts = prompts

@@ -17,9 +17,8 @@ _WEIGHT_DECAY = 0.01  # of matrices; vectors have none
 class Optimizer:
     """Muon and AdamW with one learning rate.
 
-    Muon (Jordan et al. 2024) orthogonalizes the gradient of a matrix. Its updates are scaled to the
-    size of AdamW's (Liu et al. 2025, 2502.16982). It needs half as many steps as AdamW. Vectors,
-    embeddings and LM heads use AdamW.
+    Muon (Jordan et al. 2024) orthogonalizes the gradient of a matrix. Its updates are scaled to the size of AdamW's
+    (Liu et al. 2025, 2502.16982). It needs half as many steps as AdamW. Vectors, embeddings and LM heads use AdamW.
     """
 
     def __init__(self, module: nn.Module, *, lr: float, vocab: int) -> None:
@@ -28,8 +27,7 @@ class Optimizer:
         Args:
             module: the module to train.
             lr: learning rate of the first step.
-            vocab: rows of the draft's LM head. A linear layer with as many rows is an LM head,
-                which uses AdamW.
+            vocab: rows of the draft's LM head. A linear layer with as many rows is an LM head, which uses AdamW.
         """
         muon_ids = set(map(id, _layer_matrices(module, vocab)))
         parameters = list(module.parameters())

@@ -31,16 +31,10 @@ from outrider.runtime.heap import Heap
 from outrider.runtime.processes import rank, world_size
 from outrider.runtime.progress import stage
 from outrider.train.budget import TimeBudget
-from outrider.train.data.answers import AnswerGenerator, AnswerParams
+from outrider.train.data.answers import AnswerGenerator
 from outrider.train.data.batches import Collator
 from outrider.train.data.feature_cache import FeatureCache, origin_of
-from outrider.train.data.prompts import (
-    count_repeated,
-    encode_prompt,
-    encode_sourced_prompt,
-    read_prompts,
-    split,
-)
+from outrider.train.data.prompts import count_repeated, encode_prompt, encode_sourced_prompt, read_prompts, split
 from outrider.train.data.schedule import PromptSchedule
 from outrider.train.distributed import join_group, leave_group
 from outrider.train.evaluate import Evaluator
@@ -71,12 +65,10 @@ class Training:
 
         Args:
             kind: what is trained.
-            settings: the options.
             eval_tokens: most tokens of an answer in the evaluation; None: 128.
 
         Raises:
-            OutriderError: the data, the target or the options are not usable. The message says how
-                to fix it.
+            OutriderError: the data, the target or the options are not usable. The message says how to fix it.
         """
         self._start_time = perf_counter()
         self._settings = settings
@@ -139,16 +131,13 @@ class Training:
         """Train to the end.
 
         Args:
-            on_evaluation: is called after each evaluation, with its figures and the share of the
-                training that is done.
+            on_evaluation: is called after each evaluation, with its figures and the share of the training that is done.
 
         Returns:
-            The results as a JSON document, and the lines of the log. Only the process of rank 0 has
-            log lines.
+            The results as a JSON document, and the lines of the log. Only the process of rank 0 has log lines.
 
         Raises:
-            OutriderError: the disk is full, or the loss is not finite. The files of the last save
-                are intact.
+            OutriderError: the disk is full, or the loss is not finite. The files of the last save are intact.
         """
         if rank():
             while not self._is_finished():
@@ -232,8 +221,7 @@ class Training:
         """Run one generation cycle. Return the statistics of its steps, and the seconds of answers and steps."""
         settings = self._settings
         start = perf_counter()
-        # Each process seeds its generator anew in each cycle, because a saved state only has the
-        # generator of rank 0.
+        # Each process seeds its generator anew in each cycle, because a saved state only has the generator of rank 0.
         torch.manual_seed(derive_seed(derive_seed(settings.seed, self._cycle + 1), rank()))
         samples = self._schedule.samples(self._cycle)
         answered = perf_counter()
@@ -271,11 +259,7 @@ class Training:
         return train_prompts, eval_prompts
 
     def _prepare_data(self, prompts: Sequence[Prompt]) -> tuple[PromptSchedule, Collator | DatasetCollator]:
-        """Encode the prompts of this process. Return the schedule of samples, and the collator that batches them.
-
-        Raises:
-            OutriderError: there are too few prompts, or no draft can be trained for the target.
-        """
+        """Encode the prompts of this process. Return the schedule of samples, and the collator that batches them."""
         settings = self._settings
         parts = self._setup.parts
         recorder = self._setup.recorder
@@ -300,12 +284,7 @@ class Training:
             parts,
             recorder,
             self._encode_prompts(prompts, numbers),
-            AnswerParams(
-                temperature=settings.temperature,
-                max_tokens=settings.max_tokens,
-                ignore_eos=settings.ignore_eos,
-                seed=settings.seed,
-            ),
+            settings,
             cache=self._feature_cache(),
         )
         return PromptSchedule(generator, numbers, settings, most_per_process=most_per_process), collator
@@ -382,12 +361,7 @@ class Training:
 
 
 def _read_resumable(folder: Path, identity: str, *, overwrite: bool) -> dict[str, Any] | None:
-    """Return the state of an interrupted training in a folder. None for a new training.
-
-    Raises:
-        OutriderError: the folder has the state of a training with other options, or a model without
-            a state.
-    """
+    """Return the state of an interrupted training in a folder. None for a new training."""
     is_trained = (folder / FACTS).is_file()
     has_model = (folder / "config.json").is_file()
     if has_model and not (folder / STATE).is_file() and not (is_trained and overwrite):

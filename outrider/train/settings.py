@@ -20,7 +20,6 @@ _SEED_LIMIT = 1 << 62
 _DRAFT = "Draft"
 _DATA = "Data"
 _TRAIN = "Training"
-_OUT = "Output"
 # What trains a draft, where the user does not say otherwise.
 TRAINING_ENGINE = EngineConfig(proposer="suffix:100000", max_num_seqs=32, k=5)
 # Options that do not change the trained weights.

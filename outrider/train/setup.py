@@ -37,8 +37,7 @@ class TrainSetup:
 def make_train_setup(kind: str, settings: Settings, target: Path, *, num_prompts: int) -> TrainSetup:
     """Load the target and make the draft.
 
-    The engine has slots for `settings.engine.max_num_seqs` sequences, but not for more than
-    `num_prompts`.
+    The engine has slots for `settings.engine.max_num_seqs` sequences, but not for more than `num_prompts`.
 
     Raises:
         OutriderError: the target or the draft cannot be loaded, or they do not fit together.
@@ -85,11 +84,7 @@ def make_train_setup(kind: str, settings: Settings, target: Path, *, num_prompts
 
 
 def _check_encoder_decoder(kind: str, settings: Settings) -> None:
-    """Reject kinds and options that read sequences without their sources, which encoder-decoder targets need.
-
-    Raises:
-        OutriderError: the training has such a kind or option.
-    """
+    """Reject kinds and options that read sequences without their sources, which encoder-decoder targets need."""
     problems = (
         (kind == DRAFT, f"the kind {DRAFT} does not support encoder-decoder targets; train medusa, hydra or mtp"),
         (kind == KV_SHARING, f"{kind} does not support encoder-decoder targets; train medusa, hydra or mtp"),

@@ -58,9 +58,8 @@ class StepStats:
 class Trainer:
     """Trains a draft step by step.
 
-    The loss of a step is the sum over all columns, divided by the number of columns in all
-    micro-batches of all processes. So the division into micro-batches and processes changes the
-    result only by rounding.
+    The loss of a step is the sum over all columns, divided by the number of columns in all micro-batches of all
+    processes. So the division into micro-batches and processes changes the result only by rounding.
     """
 
     def __init__(self, trainee: DraftTrainee, *, losses: dict[str, float], steps: int, decay: float, lr: float) -> None:
@@ -76,8 +75,7 @@ class Trainer:
         self.trainee = trainee
         self.step = 0
         self._losses = losses
-        # The length loss is that of the chain that is drafted. Other predictions then have the
-        # cross-entropy.
+        # The length loss is that of the chain that is drafted. Other predictions then have the cross-entropy.
         self._auxiliary_losses = {name: losses[name] for name in losses if name != LENGTH} or {"ce": 1.0}
         self._steps = steps
         self._decay = decay
@@ -235,8 +233,7 @@ def _total_length_loss(alphas: list[torch.Tensor], masks: list[torch.Tensor], we
     """Return the length loss, summed over all columns.
 
     Args:
-        alphas: by position of the draft token, its acceptance probabilities [B, C]. Later positions
-            have fewer columns.
+        alphas: by position of the draft token, its acceptance probabilities [B, C]. Later positions have fewer columns.
         masks: by position, which columns [B, C] have this draft token.
         weights: by position, the weight of a column.
     """

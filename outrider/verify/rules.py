@@ -1,9 +1,8 @@
 """Exact verification rules. They decide which draft tokens are accepted, and they sample the bonus token.
 
-A rule is a pure function (draft, p, noise) -> Verdict. p [B, 1 + N, V] is the target distribution
-at the root and after each node. The emitted tokens, accepted path and bonus token together, have
-the same distribution as sampling from p token by token. `outrider.testing` proves that by
-enumeration.
+A rule is a pure function (draft, p, noise) -> Verdict. p [B, 1 + N, V] is the target distribution at the root and after
+each node. The emitted tokens, accepted path and bonus token together, have the same distribution as sampling from p
+token by token. `outrider.testing` proves that by enumeration.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class Verifier:
     bound: Bound | None = None  # what a lossy rule promises; None: nothing, or that it is exact
     bind: Callable[[TargetFacts], VerifyFunction] | None = None  # makes the rule for a target
     relaxes_greedy: bool = False  # whether it may differ from `walk` under a one-hot p
-    # Whether the log-probabilities of a lossy rule are those of the distribution that it samples
-    # tokens from.
+    # Whether the log-probabilities of a lossy rule are those of the distribution that it samples tokens from.
     records_distribution: bool = False
 
     def for_target(self, facts: TargetFacts) -> Verifier:
@@ -81,8 +79,7 @@ class Verifier:
 def walk(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     """Sample a token from p at each node and descend while the token is a child of the node.
 
-    Exact for any draft, and optimal for deterministic drafts. The text depends only on the seed,
-    not on the proposer.
+    Exact for any draft, and optimal for deterministic drafts. The text depends only on the seed, not on the proposer.
     """
     return _verdict_of_samples(draft, p, noise.sample(p, tokens_before(draft)))
 
@@ -99,9 +96,8 @@ def coupled(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
 def rejection(draft: Draft, p: torch.Tensor, noise: Noise, *, lenience: float = 1.0) -> Verdict:
     """Accept token x_i with probability min(1, p(x_i) / q(x_i)). At the first rejection, sample from norm((p - q)+).
 
-    Chains only (Leviathan et al. 2023, algorithm 1; Chen et al. 2023). A `lenience` below 1 accepts
-    with probability min(1, p / (lenience q)), which is not exact (Leviathan et al. 2023, appendix
-    A.5).
+    Chains only (Leviathan et al. 2023, algorithm 1; Chen et al. 2023). A `lenience` below 1 accepts with probability
+    min(1, p / (lenience q)), which is not exact (Leviathan et al. 2023, appendix A.5).
     """
     q = draft_probs(draft, p)
     acceptable = acceptable_nodes(draft, p)
@@ -122,10 +118,9 @@ def rejection(draft: Draft, p: torch.Tensor, noise: Noise, *, lenience: float = 
 def block(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     """Verify the chain as a block (Sun et al. 2024, algorithm 2).
 
-    P_i = min(1, P_{i-1} p(x_i) / q(x_i)) and S_i = sum (P_i p - q)+. Prefix i is accepted with
-    probability S_i / (S_i + 1 - P_i), and the whole chain of length g with P_g. The longest
-    accepted prefix counts. No exact rule for a single path accepts more tokens in expectation.
-    Chains only.
+    P_i = min(1, P_{i-1} p(x_i) / q(x_i)) and S_i = sum (P_i p - q)+. Prefix i is accepted with probability S_i / (S_i +
+    1 - P_i), and the whole chain of length g with P_g. The longest accepted prefix counts. No exact rule for a single
+    path accepts more tokens in expectation. Chains only.
     """
     q = draft_probs(draft, p)
     acceptable = acceptable_nodes(draft, p).cumprod(1).bool()
@@ -157,9 +152,8 @@ def _running_share(ratio: torch.Tensor) -> torch.Tensor:
 def siblings(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     """Recursive rejection: from the root down, try each child against the residual of p.
 
-    A rejected child subtracts its q from p. For children that were sampled without replacement, q
-    is renormalized without the rejected siblings (Miao et al. 2024; Jeon et al. 2024; Chen et al.
-    2024, Sequoia).
+    A rejected child subtracts its q from p. For children that were sampled without replacement, q is renormalized
+    without the rejected siblings (Miao et al. 2024; Jeon et al. 2024; Chen et al. 2024, Sequoia).
     """
     q = draft_probs(draft, p)
     acceptable = acceptable_nodes(draft, p)
@@ -182,10 +176,9 @@ def siblings(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
 def traversal(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     """Traversal verification, from the leaves to the root (Weng et al. 2025, algorithm 1). Equals `block` on a chain.
 
-    The traversal enters a node c with share a_c = min(1, a p(c) / q(c)), where a is the share of
-    its parent. When the whole subtree of c is rejected, its parent has the residual r = (a p - q)+
-    with S = sum r: p becomes r / S, and a becomes S / (S + 1 - a). A node without more children is
-    accepted with probability a. The root is always accepted.
+    The traversal enters a node c with share a_c = min(1, a p(c) / q(c)), where a is the share of its parent. When the
+    whole subtree of c is rejected, its parent has the residual r = (a p - q)+ with S = sum r: p becomes r / S, and a
+    becomes S / (S + 1 - a). A node without more children is accepted with probability a. The root is always accepted.
     """
     traversal = _Traversal(draft, p, noise)
     for _ in range(2 * draft.size + 1):
@@ -268,8 +261,7 @@ def verify_greedy(
         best: [B, 1 + N] the likeliest token at each node; negative if the logits are not finite.
 
     Returns:
-        For each sequence the accepted path and the emitted tokens; both empty if a node has no
-        token.
+        For each sequence the accepted path and the emitted tokens; both empty if a node has no token.
     """
     results: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for (sample, tokens, parents), width in zip(_host_rows(draft, best), draft.width, strict=True):

@@ -121,10 +121,7 @@ def draw_params_of(seq: SequenceState, vocab: int) -> DrawParams:
     """Return the sampling parameters of a sequence for the native kernels. A top_k that is off becomes `vocab`."""
     params = seq.request.params
     return DrawParams(
-        temperature=params.temperature,
-        top_k=min(params.top_k or vocab, vocab),
-        top_p=params.top_p,
-        min_p=params.min_p,
+        temperature=params.temperature, top_k=min(params.top_k or vocab, vocab), top_p=params.top_p, min_p=params.min_p
     )
 
 

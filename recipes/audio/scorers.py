@@ -31,7 +31,7 @@ def train_sound_scorer(
     def loss(batch: Batch, generator: torch.Generator) -> Tensor:
         whole = batch.latents[:, batch.first : batch.first + frames]
         true = slightly_noisy(whole, 0.1, generator)
-        sounds = model.embed_windows(_decode(torch.cat([true, damage_sounds(whole, generator)]), audio))
+        sounds = model.embed(_decode(torch.cat([true, damage_sounds(whole, generator)]), audio))
 
         def fits(captions: Tensor) -> Tensor:
             # Samples come one hop after their frame, so the last frame of the window is heard only in part.

@@ -29,7 +29,7 @@ def train_frame_scorer(
         whole = batch.latents[:, batch.first : batch.first + _FRAMES]
         true = _decode(decoder, slightly_noisy(whole, 0.15, generator), config.frames)
         damaged = _decode(decoder, damage_frames(batch.latents, whole, generator), config.frames)
-        frames = model.embed_frames(torch.cat([true, damaged]))
+        frames = model.embed(torch.cat([true, damaged]))
 
         def fits(captions: Tensor) -> Tensor:
             return (captions == batch.tokens)[:, list(_SEEN)].all(-1)

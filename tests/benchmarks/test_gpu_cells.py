@@ -1,7 +1,5 @@
 """The cells of the GPU run on a tiny pair of models, which needs no GPU."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

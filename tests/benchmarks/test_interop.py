@@ -1,7 +1,5 @@
 """Tests of the comparison with vLLM, with a fake vLLM: its request, the counts, and the exit code."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

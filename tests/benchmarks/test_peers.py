@@ -1,7 +1,5 @@
 """Tests of the comparison with other engines: a contestant that fails does not stop the others."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

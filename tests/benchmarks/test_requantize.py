@@ -1,7 +1,5 @@
 """Tests of the script that writes a GGUF file in another type."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

@@ -1,7 +1,5 @@
 """Tests of the server benchmarks: short runs from end to end."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of the benchmark of starts, with tiny models and a server that stands for llama.cpp's."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

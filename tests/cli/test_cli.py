@@ -1,7 +1,5 @@
 """Tests of the command line, on a terminal and in a pipe."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The options `--source` and `--source-file` of `outrider run`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Speech targets of `outrider run`: `--source`, `--language`, `--task`, `--response-format` and previous text."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Environment variables of options, and completion."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -76,11 +74,7 @@ def test_a_wrong_value_names_its_variable():
     [
         ("bash", {"COMP_WORDS": "outrider ser", "COMP_CWORD": "1"}, "serve"),
         ("zsh", {"_TYPER_COMPLETE_ARGS": "outrider serve --draft-w"}, "--draft-window"),
-        (
-            "fish",
-            {"_TYPER_COMPLETE_ARGS": "outrider run --sys", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
-            "--system",
-        ),
+        ("fish", {"_TYPER_COMPLETE_ARGS": "outrider run --sys", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}, "--system"),
     ],
 )
 def test_completion(shell, words, expected):

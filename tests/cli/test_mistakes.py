@@ -1,7 +1,5 @@
 """Tests of the line that a wrong option, value, argument or command prints."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -41,10 +39,7 @@ def invoke(words):
         (["fit"], "Missing option '--out'; see outrider fit --help"),
         (["convert"], "Missing argument 'DIR'; see outrider convert --help"),
         (["run", "a", "b"], "Got unexpected extra argument(s) (b); see outrider run --help"),
-        (
-            ["run", "--k", "lots"],
-            "--k is 'lots', and not a number of draft tokens; use for example 4, or auto",
-        ),
+        (["run", "--k", "lots"], "--k is 'lots', and not a number of draft tokens; use for example 4, or auto"),
     ],
 )
 def test_mistakes_are_one_line(words, line):

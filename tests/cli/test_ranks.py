@@ -1,7 +1,5 @@
 """Tests of commands in ranks of tensor parallelism."""
 
-from __future__ import annotations
-
 import pytest
 import typer
 

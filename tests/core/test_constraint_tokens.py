@@ -1,7 +1,5 @@
 """Constraints allow exactly the tokens whose bytes they allow, also where an added token has several characters."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """Tests of constraints: outputs are valid, exactly distributed, and the same with and without speculation."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

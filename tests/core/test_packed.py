@@ -1,7 +1,5 @@
 """Tests that packed and padded tensors give the same probabilities, verdicts and outputs, for all draft widths."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

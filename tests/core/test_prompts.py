@@ -1,7 +1,5 @@
 """Tests of chat templates: conversations as text, and templates that reject them."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of deploy/compose.yaml: its services agree with the image, the dashboard and each other."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The recipes install the same packages: a CPU build of torch first, then Outrider with its server and GGUF files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of deploy/kubernetes: schemas of Kubernetes, and agreement with the server and the image."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -37,16 +37,7 @@ def test_preempted_prompts_count_once():
 def test_unfinished_and_canceled_prompts_do_not_count():
     engine = make_engine(ToyTarget(context=64), NgramProposer, chunk=8)
     run(engine, [[1, 2, 3]], SamplingParams(), limit=2, ends=NO_END)
-    engine.add(
-        Request(
-            id=7,
-            prompt_token_ids=(1,) * 30,
-            params=SamplingParams(),
-            seed=0,
-            end_ids=NO_END,
-            max_tokens=2,
-        )
-    )
+    engine.add(Request(id=7, prompt_token_ids=(1,) * 30, params=SamplingParams(), seed=0, end_ids=NO_END, max_tokens=2))
     engine.step()
     assert engine.stats.prompt_tokens == 3
     engine.abort(7)

@@ -53,12 +53,7 @@ def post(llm, prompt):
 
 @pytest.mark.parametrize(
     "complete",
-    [
-        lambda llm, prompt: llm.generate(prompt, PARAMS),
-        lambda llm, prompt: list(llm.stream(prompt, PARAMS)),
-        run,
-        post,
-    ],
+    [lambda llm, prompt: llm.generate(prompt, PARAMS), lambda llm, prompt: list(llm.stream(prompt, PARAMS)), run, post],
     ids=["generate", "stream", "run", "serve"],
 )
 def test_a_request_is_encoded_and_checked_once(llm, calls, complete):

@@ -1,7 +1,5 @@
 """Which proposer a target has for which none was chosen."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import AutoModelForCausalLM
 

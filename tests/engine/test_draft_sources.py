@@ -1,7 +1,5 @@
 """Tests of the proposer names that a stream reports for draft tokens, with every combination of proposers."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.core.constraint import Constraint

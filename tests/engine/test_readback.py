@@ -1,7 +1,5 @@
 """Tests of how the engine copies a verdict to the host."""
 
-from __future__ import annotations
-
 import torch
 
 from outrider.core import tree

@@ -1,7 +1,5 @@
 """Relaxed verifiers in an engine: their spelling, their tables, their labels, and where they are refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -195,12 +193,7 @@ def test_trees_are_refused_by_rules_for_chains():
 @pytest.mark.parametrize(
     ("name", "content", "expression", "message"),
     [
-        (
-            "t.json",
-            {"vocab": 7, "groups": [[0, 1]]},
-            "pcg:table=",
-            "vocabulary of 7 tokens, and the target has 6",
-        ),
+        ("t.json", {"vocab": 7, "groups": [[0, 1]]}, "pcg:table=", "vocabulary of 7 tokens, and the target has 6"),
         ("t.json", {"vocab": 6, "groups": [[0, 6]]}, "pcg:table=", "names token 6, and the target has the ids 0 to 5"),
         ("t.json", {"vocab": 6, "groups": [[0, 0]]}, "pcg:table=", "lists token 0 twice"),
         ("t.json", {"vocab": 6, "groups": [[0, -1]]}, "pcg:table=", "groups that are no lists of token ids"),

@@ -1,7 +1,5 @@
 """Tests of the scheduler: chunked prefill, priorities, fairness, and the end of sequences."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

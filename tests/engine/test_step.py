@@ -1,7 +1,5 @@
 """Tests of `Engine.step` and of `drive`: rounds, admission, commit, the end of sequences, and what can go wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -144,8 +142,7 @@ def test_draft_tokens_that_do_not_fit_are_dropped_and_nothing_is_preempted():
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
-    [({}, FinishReason.LENGTH), ({"end_ids": frozenset(range(8))}, FinishReason.STOP)],
+    ("options", "reason"), [({}, FinishReason.LENGTH), ({"end_ids": frozenset(range(8))}, FinishReason.STOP)]
 )
 def test_why_a_sequence_ends(options, reason):
     engine = make_engine(ToyTarget(), NgramProposer)

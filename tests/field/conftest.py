@@ -1,7 +1,5 @@
 """Models of the situations."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.field.models import llama, make_pair

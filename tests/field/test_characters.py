@@ -1,7 +1,5 @@
 """Situations of characters of several tokens in which other engines were reported to fail."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

@@ -1,7 +1,5 @@
 """Contexts that end: that of a draft model before the target's, and that of the target within a draft."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 
@@ -48,8 +46,7 @@ def test_draft_with_a_smaller_context(folders, tmp_path, kernels, kind, caplog):
 @pytest.mark.fast_cases("gpt_neox", "mamba2", "recurrent_gemma")
 @NATIVE
 @pytest.mark.parametrize(
-    "name",
-    ["gpt_neox", "lfm2", "mamba", "mamba2", "falcon_h1", "bamba", "qwen3_next", "recurrent_gemma"],
+    "name", ["gpt_neox", "lfm2", "mamba", "mamba2", "falcon_h1", "bamba", "qwen3_next", "recurrent_gemma"]
 )
 def test_native_draft_with_a_smaller_context_than_a_target_on_torch(shelf, short_draft, name):
     """One sequence, as `outrider run` has: the cache of the draft holds its own window (llama.cpp#22554)."""

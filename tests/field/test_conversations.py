@@ -5,8 +5,6 @@ turn ended in status 500, and parts of messages were lost. The right answer is a
 that names the message.
 """
 
-from __future__ import annotations
-
 import httpx
 import pytest
 

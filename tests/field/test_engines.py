@@ -1,7 +1,5 @@
 """Engines that are made again and again in one process."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

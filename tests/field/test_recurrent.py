@@ -1,7 +1,5 @@
 """Recurrent states and hybrids when no draft token is accepted, and slots that another sequence takes."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.core.params import SamplingParams

@@ -1,7 +1,5 @@
 """Rounds without drafts, requests that go away, and caches that several sequences share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

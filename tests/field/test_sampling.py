@@ -1,7 +1,5 @@
 """Sampling parameters that hold for each draft token, and seeds that fix a text whatever runs beside it."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.core.params import SamplingParams

@@ -1,7 +1,5 @@
 """Where a completion ends: stop strings, stop tokens, end-of-text tokens and the limit, in any part of a block."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

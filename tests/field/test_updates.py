@@ -1,7 +1,5 @@
 """Weight updates of tied models, in pieces, and with an error in one of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Draft models whose vocabulary nearly equals the target's."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """The context passes the sliding window while a sequence runs."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -13,10 +11,7 @@ from tests.field.models import KERNELS, make_pair, token_ids
 from tests.helpers import tiny
 
 WINDOW = 16
-CONFIGS = {
-    "gemma3": ("Gemma3TextConfig", {"query_pre_attn_scalar": 16}),
-    "mistral": ("MistralConfig", {}),
-}
+CONFIGS = {"gemma3": ("Gemma3TextConfig", {"query_pre_attn_scalar": 16}), "mistral": ("MistralConfig", {})}
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Skips the tests of this folder without a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every architecture on a GPU: chains and trees equal transformers, and recorded passes equal eager ones."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """On a GPU the Triton rules and filters give the results of torch, in batches that share a sequence and that do not."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Texts of the included models on a GPU: those of plain decoding, and of the CPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider import LLM, OutriderError, SamplingParams

@@ -56,13 +56,7 @@ _SHARED = {  # the last two layers read the keys of the first two
 }
 
 _NO_ATTENTION = {"num_attention_heads": ..., "num_key_value_heads": ..., "max_position_embeddings": ...}
-_MAMBA2 = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 2,
-    "mamba_chunk_size": WINDOW,
-}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": WINDOW}
 _NO_CLAMP = 1e-9  # transformers clamps the time step to a minimum in prefill, but not in decoding
 _LINEAR = ["linear_attention", "full_attention"] * (LAYERS // 2)
 _DELTA = {
@@ -442,7 +436,7 @@ SPEECH: Mapping[str, Callable[[], PreTrainedConfig]] = {
         init_std=0.15,
         begin_suppress_tokens=None,
         tie_word_embeddings=False,
-    ),
+    )
 }
 EVERY = {**ARCHITECTURES, **ENCODER_DECODER, **SPEECH}
 
@@ -513,13 +507,18 @@ _WITHOUT_EXPERTS = frozenset(
         "zaya",
     }
 )
-# Passes of attention models that cannot be recorded as CUDA graphs.
+# Passes of decoder-only models that cannot be recorded as CUDA graphs.
 _NO_GRAPHS = frozenset(
     {
         "granitemoehybrid without recurrence",  # transformers reads values of tensors in the pass
         "dbrx",  # the same
         "longcat_flash",  # a layer has two attention modules
         "llama with dynamic rope",  # the same
+        # Layers share modules, or have no index.
+        "recurrent_gemma",
+        "rwkv",
+        "zamba",
+        "zamba2",
         "mllama",  # a layer is skipped, so its memory is never allocated
         # Their attention layers or indexers are replaced.
         "axk2",
@@ -627,7 +626,7 @@ def _architecture(name: str, kind: str, config: Callable[[], PreTrainedConfig]) 
         kind=kind,
         quantized="no" if kind in _WITH_ENCODER else quantized,
         prefixes=kind not in _WITH_ENCODER,
-        graphs=kind == "attention" and name not in _NO_GRAPHS,
+        graphs=kind not in _WITH_ENCODER and name not in _NO_GRAPHS,
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+
+from tests.helpers.local_server import Handler, serve
 
 STREAM = b'data: {"choices": [{"text": "a", "finish_reason": "length"}]}\n\ndata: [DONE]\n\n'
 
@@ -24,8 +24,7 @@ def closing_server(*, per_connection: int = 1, cut: bool = False) -> Iterator[tu
     """
     answered: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):  # one for each connection
-        protocol_version = "HTTP/1.1"
+    class ClosingHandler(Handler):  # one for each connection
         num_answered = 0
 
         def do_GET(self) -> None:
@@ -35,7 +34,7 @@ def closing_server(*, per_connection: int = 1, cut: bool = False) -> Iterator[tu
                 self._answer(b"{}", status=404)
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = self.body()
             choice = {"text": "a", "finish_reason": "length"}
             document = {"choices": [choice], "usage": {"completion_tokens": 1}}
             self._answer(STREAM if body.get("stream") else json.dumps(document).encode())
@@ -53,13 +52,5 @@ def closing_server(*, per_connection: int = 1, cut: bool = False) -> Iterator[tu
             if not closes:
                 answered.append(self.path)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", answered
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serve(ClosingHandler) as url:
+        yield f"{url}/v1", answered

@@ -1,7 +1,5 @@
 """Settings records with their engine, from flat names, and what a command makes of a file of `--config`."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, asdict, fields, replace
 
 from outrider.cli.config_file import merge_config

@@ -1,7 +1,5 @@
 """A process of GPU cells that ends, or hangs, in the middle of a cell."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from tests.helpers import tiny
+from tests.helpers.local_server import Handler, serve
 
 NAME = "tiny"
 
@@ -176,11 +176,7 @@ class FakeServer:
         tokens = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         with self._lock:
             output = self.engine.generate(tokens, {"temperature": 1.0, "max_tokens": 16} | body)
-        choice: dict[str, Any] = {
-            "index": 0,
-            "text": self.engine.tokenizer.decode(output),
-            "finish_reason": "length",
-        }
+        choice: dict[str, Any] = {"index": 0, "text": self.engine.tokenizer.decode(output), "finish_reason": "length"}
         if self.returns_ids_as == "vLLM" and body.get("return_token_ids"):
             choice |= {"token_ids": output, "prompt_token_ids": tokens}
         usage = {"prompt_tokens": len(tokens), "completion_tokens": len(output)}
@@ -206,37 +202,18 @@ class FakeServer:
 def serving(fake: FakeServer) -> Iterator[str]:
     """Serve over HTTP on the loopback interface. Yields the base URL."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class FakeHandler(Handler):
         def do_GET(self) -> None:
             if self.path == "/v1/models":
-                self._send(200, json.dumps({"data": [{"id": NAME}]}))
+                self.send(200, json.dumps({"data": [{"id": NAME}]}))
             elif self.path == "/metrics" and fake.metrics_text is not None:
-                self._send(200, fake.metrics_text)
+                self.send(200, fake.metrics_text)
             else:
-                self._send(404, "{}")
+                self.send(404, "{}")
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            status, document = fake.respond(self.path.removeprefix("/v1/"), body)
-            self._send(status, json.dumps(document))
+            status, document = fake.respond(self.path.removeprefix("/v1/"), self.body())
+            self.send(status, json.dumps(document))
 
-        def _send(self, status: int, text: str) -> None:
-            content = text.encode()
-            with suppress(ConnectionError):
-                self.send_response(status)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serve(FakeHandler) as url:
+        yield f"{url}/v1"

@@ -20,13 +20,7 @@ from tests.helpers.configs import (
     text_within,
 )
 
-_ROUTED = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_group": 1,
-    "topk_group": 1,
-}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _DENSE_FIRST = {"mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1)}
 _SLIDING = {"sliding_window": WINDOW, "layer_types": MIXED}
@@ -175,12 +169,7 @@ FURTHER: Mapping[str, Callable[[], PreTrainedConfig]] = {
         **EXPERTS,
     ),
     "mellum": config_of(
-        "MellumConfig",
-        head_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        **_SLIDING,
+        "MellumConfig", head_dim=8, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, **_SLIDING
     ),
     "minicpm3": config_of("MiniCPM3Config", **_LATENT_HEADS),
     "minimax_m3_vl_text": config_of(

@@ -344,8 +344,7 @@ WRITTEN: dict[str, Written] = {
     ),
     "falcon": Written(name="falcon", changes={"query_key_value.weight": _falcon}),
     "bloom": Written(
-        name="bloom",
-        changes={f"query_key_value.{end}": _grouped(f"attn_qkv.{end}") for end in ("weight", "bias")},
+        name="bloom", changes={f"query_key_value.{end}": _grouped(f"attn_qkv.{end}") for end in ("weight", "bias")}
     ),
     "gpt2": Written(name="gpt2", changes=_GPT2),
     "gpt_neox": Written(
@@ -354,9 +353,7 @@ WRITTEN: dict[str, Written] = {
         changes={f"query_key_value.{end}": _grouped(f"attn_qkv.{end}") for end in ("weight", "bias")},
     ),
     "nemotron": Written(
-        name="nemotron",
-        fields=lambda config: {"attention.layer_norm_epsilon": config.norm_eps},
-        norms_plus_one=True,
+        name="nemotron", fields=lambda config: {"attention.layer_norm_epsilon": config.norm_eps}, norms_plus_one=True
     ),
     "cohere": Written(name="command-r"),
     "cohere2": Written(name="cohere2", fields=_windows),

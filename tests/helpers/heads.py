@@ -159,10 +159,7 @@ _CASES: dict[str, tuple[str, Callable[[_Target], HeadDescription]]] = {
     "eagle3 of some tokens": ("eagle3", partial(_eagle3, draft_vocab=40, norm=FuseNorm.EACH, own_embedding=True)),
     "eagle3 without a norm": ("eagle3", partial(_eagle3, final_norm=False, body={"rope": LLAMA3, "theta": 5e5})),
     "speculators": ("eagle3-speculators", _eagle3),
-    "eagle3.1": (
-        "eagle3-speculators",
-        partial(_eagle3, draft_vocab=40, norm=FuseNorm.EACH, feedback=Feedback.NORMED),
-    ),
+    "eagle3.1": ("eagle3-speculators", partial(_eagle3, draft_vocab=40, norm=FuseNorm.EACH, feedback=Feedback.NORMED)),
     "five taps": (
         "eagle3-speculators",
         partial(
@@ -173,10 +170,7 @@ _CASES: dict[str, tuple[str, Callable[[_Target], HeadDescription]]] = {
             own_embedding=True,
         ),
     ),
-    "peagle": (
-        "peagle",
-        partial(_peagle, draft_vocab=40, norm=FuseNorm.EACH, body={"layers": 2}, own_embedding=True),
-    ),
+    "peagle": ("peagle", partial(_peagle, draft_vocab=40, norm=FuseNorm.EACH, body={"layers": 2}, own_embedding=True)),
     "plain peagle": ("peagle", partial(_peagle, norm=FuseNorm.WHOLE)),
     "peagle of speculators": (
         "peagle-speculators",

@@ -1,12 +1,11 @@
 """A server of OpenAI's API that answers "x" to everything, with the /metrics of other engines."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock
+
+from tests.helpers.local_server import Handler, serve
 
 _RECORDED = Path(__file__).parent / "metrics"
 _VLLM = """# TYPE vllm:spec_decode_num_drafts_total counter
@@ -30,9 +29,7 @@ def serving(metrics, *, fields=(), models=("m",), slots=None):
     bodies = []
     lock = Lock()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class MetricsHandler(Handler):
         def do_GET(self):
             if self.path == "/v1/models":
                 self.send(200, json.dumps({"data": [{"id": name} for name in models]}))
@@ -44,7 +41,7 @@ def serving(metrics, *, fields=(), models=("m",), slots=None):
                 self.send(404, "{}")
 
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = self.body()
             if unknown := [name for name in fields if name in body]:
                 self.send(400, json.dumps({"error": {"message": f"unknown {unknown[0]}"}}))
                 return
@@ -53,22 +50,8 @@ def serving(metrics, *, fields=(), models=("m",), slots=None):
             choice = {"text": "x", "finish_reason": "length"}
             self.send(200, json.dumps({"choices": [choice], "usage": {"completion_tokens": body["max_tokens"]}}))
 
-        def send(self, status, text):
-            self.send_response(status)
-            self.send_header("content-length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", bodies
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serve(MetricsHandler) as url:
+        yield url, bodies
 
 
 def vllm_metrics(requests):

@@ -67,18 +67,11 @@ MULTIMODAL: Mapping[str, Callable[[], PreTrainedConfig]] = {
     ),
     "qwen2_5_vl": _with_tower("Qwen2_5_VLConfig", config_of("Qwen2_5_VLTextConfig", **_SECTIONS), **_DEEP),
     "qwen2_vl": _with_tower(
-        "Qwen2VLConfig",
-        config_of("Qwen2VLTextConfig", **_SECTIONS),
-        depth=2,
-        embed_dim=16,
-        num_heads=2,
-        hidden_size=32,
+        "Qwen2VLConfig", config_of("Qwen2VLTextConfig", **_SECTIONS), depth=2, embed_dim=16, num_heads=2, hidden_size=32
     ),
     "qwen3_vl": _with_tower("Qwen3VLConfig", config_of("Qwen3VLTextConfig", head_dim=16, **_SECTIONS), **_DEEP),
     "qwen3_vl_moe": _with_tower(
-        "Qwen3VLMoeConfig",
-        config_of("Qwen3VLMoeTextConfig", head_dim=16, **_SECTIONS, **EXPERTS),
-        **_DEEP,
+        "Qwen3VLMoeConfig", config_of("Qwen3VLMoeTextConfig", head_dim=16, **_SECTIONS, **EXPERTS), **_DEEP
     ),
     "smolvlm": _with_tower("SmolVLMConfig", _LLAMA, **_TOWER),
 }

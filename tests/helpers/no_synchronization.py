@@ -1,7 +1,5 @@
 """A check that operations would not wait for a GPU."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 

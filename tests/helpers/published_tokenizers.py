@@ -13,17 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 LINES = (
     "What is the capital of France? The capital of France is Paris.",
@@ -89,12 +79,11 @@ PUBLISHED: dict[str, Published] = {
         adds_bos=True,
         ends=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
         template=(
-            "{{ bos_token }}{{ '<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: 26 Jul 2024\\n\\n' }}"
-            "{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}{{ '<|eot_id|>' }}"
-            "{%- for m in messages if m.role != 'system' %}"
-            "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}"
-            "{%- endfor %}"
-            "{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+            "{{ bos_token }}{{ '<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: 26 Jul 2024\\n\\n' }}{%- if"
+            " messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}{{ '<|eot_id|>' }}{%- for m in"
+            " messages if m.role != 'system' %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' +"
+            " m.content | trim + '<|eot_id|>' }}{%- endfor %}{%- if add_generation_prompt %}{{"
+            " '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
         ),
         prompt=(
             "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n<|eot_id|>"
@@ -134,10 +123,9 @@ PUBLISHED: dict[str, Published] = {
         adds_bos=False,
         ends=("<|im_end|>", "<|endoftext|>"),
         template=(
-            "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
-            "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-            "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
-            "{%- endif %}"
+            "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}{%-"
+            " if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined and not"
+            " enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{%- endif %}"
         ),
         prompt=f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n",
         split=_CL100K % "",
@@ -153,10 +141,9 @@ PUBLISHED: dict[str, Published] = {
         adds_bos=True,
         ends=("</s>",),
         template=(
-            "{{ bos_token }}{%- for m in messages %}"
-            "{%- if m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}"
-            "{%- elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
-            "{%- else %}{{ raise_exception('only user and assistant roles are supported') }}{% endif %}{% endfor %}"
+            "{{ bos_token }}{%- for m in messages %}{%- if m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]'"
+            " }}{%- elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{%- else %}{{ raise_exception('only"
+            " user and assistant roles are supported') }}{% endif %}{% endfor %}"
         ),
         prompt=f"<s>[INST] {QUESTION}[/INST]",
         sentencepiece=True,

@@ -1,7 +1,5 @@
 """A stand-in for CUDA graphs on a CPU."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils._pytree import tree_flatten as flatten
 from torch.utils._pytree import tree_map_only, tree_unflatten
@@ -21,7 +19,8 @@ class FakeRecorder:
         def replay():
             self.count += 1
             for old, new in zip(out, flatten(run())[0], strict=True):
-                old.copy_(new)
+                if old is not None:
+                    old.copy_(new)
             return tree_unflatten(out, shape)
 
         return replay

@@ -1,7 +1,5 @@
 """A server in a thread, and requests to it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """For tests of trainings: a small target, random batches, and a trainee whose logits are its weights."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

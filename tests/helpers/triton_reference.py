@@ -1,7 +1,5 @@
 """The functions of the Triton kernels in plain torch, which take less time than the interpreter."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional
 
@@ -35,7 +33,7 @@ def linear(x, weight, *, norm=None, residual=None, gate="", bias=None, out_dtype
 
 
 def rms_norm(x, weight, epsilon):
-    return _normed(x.double(), weight, epsilon).to(x.dtype), x
+    return _normed(x.double(), weight, epsilon).to(x.dtype)
 
 
 def _normed(x, weight, epsilon):

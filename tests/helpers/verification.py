@@ -6,13 +6,7 @@ import torch
 
 from outrider.core.types import Draft, DraftKind, Packed
 
-SHAPES = {
-    "empty": (),
-    "one": (-1,),
-    "chain": (-1, 0, 1, 2),
-    "star": (-1, -1, -1),
-    "tree": (-1, -1, 0, 0, 1, 2, -1),
-}
+SHAPES = {"empty": (), "one": (-1,), "chain": (-1, 0, 1, 2), "star": (-1, -1, -1), "tree": (-1, -1, 0, 0, 1, 2, -1)}
 KINDS = {
     "one-hot": (DraftKind.ONE_HOT,),
     "sampled": (DraftKind.SAMPLED,),

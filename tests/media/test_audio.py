@@ -1,8 +1,5 @@
 """Audio models: spectra and samples, the streaming synthesizer, scores of windows, files, commands and the recipe."""
 
-from __future__ import annotations
-
-import json
 import math
 import random
 import wave
@@ -12,22 +9,23 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from outrider.cli.app import app
 from outrider.errors import OutriderError
 from outrider.media import AudioModels, QualityGate, Scorer, StreamDecoder, TargetOnly, load_models
 from outrider.media.models.audio.captions import LANGUAGE
 from outrider.media.models.audio.config import AudioConfig
-from outrider.media.models.audio.scorer import SoundMatchModel, SoundScorer, SoundScorerConfig
+from outrider.media.models.audio.scorer import SoundMatchModel, SoundScorerConfig
 from outrider.media.models.audio.spectrum import encode, magnitudes
 from outrider.media.models.audio.store import AudioNetworks, save_audio_networks
 from outrider.media.models.audio.synthesizer import StreamingSynthesizer
 from outrider.media.models.config import GeneratorConfig
+from outrider.media.models.scorer import MatchScorer
 from outrider.media.models.transformer import BlockTransformer
 from outrider.media.output.wav import check_sound_file, write_wav
 from recipes.audio import train
 from recipes.audio.fits import CaptionFits
 from recipes.audio.scorers import damage_sounds
 from recipes.audio.sounds import make_sound, random_sounds
+from tests.media.commands import document, run
 
 CAPTION = "a bright arpeggio on a low do at a fast tempo"
 AUDIO = AudioConfig(blocks=4, frames=4, channels=32, steps=(1.0, 0.5))
@@ -127,7 +125,7 @@ def test_wild_and_silent_latents_give_finite_samples():
 
 def test_scores_are_probabilities_of_windows():
     torch.manual_seed(0)
-    scorer = SoundScorer(SoundMatchModel(SCORERS[0], AUDIO).eval())
+    scorer = MatchScorer(SoundMatchModel(SCORERS[0], AUDIO).eval())
     assert isinstance(scorer, Scorer)
     block = 0.5 * torch.randn(8 * AUDIO.hop)
     scores = scorer.score(CAPTION, block)
@@ -234,15 +232,6 @@ def test_wav_files(tmp_path):
         assert (sound.getnchannels(), sound.getsampwidth(), sound.getframerate()) == (1, 2, 8000)
         values = torch.frombuffer(bytearray(sound.readframes(4)), dtype=torch.int16)
     assert values.tolist() == [0, 16384, -32767, 32767]
-
-
-def run(*words):
-    return CliRunner().invoke(app, ["media", *map(str, words)])
-
-
-def document(result):
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 def test_demo(folder, tmp_path):

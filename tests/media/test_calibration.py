@@ -1,7 +1,5 @@
 """Choosing a threshold, keeping it in a file, and noticing that it no longer fits."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

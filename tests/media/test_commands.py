@@ -1,33 +1,21 @@
 """The commands `outrider media demo`, `bench` and `tune`."""
 
-from __future__ import annotations
-
 import json
 import sys
 
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
-from outrider.cli.app import app
 from outrider.media import DrafterOnly, QualityGate, TargetOnly, load_models
 from outrider.media.models.captions import LANGUAGE
+from tests.media.commands import document, run
 from tests.media.made_up import write_models
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_models(tmp_path_factory.mktemp("models"))
-
-
-def run(*words):
-    return CliRunner().invoke(app, ["media", *map(str, words)])
-
-
-def document(result):
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 def test_demo(folder, tmp_path, monkeypatch):

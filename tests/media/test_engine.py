@@ -1,23 +1,12 @@
 """The engine: who makes a block, what the caches hold, and what a broken scorer does."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 
 from outrider.errors import OutriderError
-from outrider.media import (
-    DrafterOnly,
-    FixedBlocks,
-    Maker,
-    MediaEngine,
-    QualityGate,
-    StreamDecoder,
-    Stride,
-    TargetOnly,
-)
+from outrider.media import DrafterOnly, FixedBlocks, Maker, MediaEngine, QualityGate, StreamDecoder, Stride, TargetOnly
 from outrider.media.contract import BlockGenerator, Scorer
 from outrider.media.engine import block_noise
 from tests.media.made_up import SHAPE, Adder, Numbers, Scores

@@ -1,7 +1,5 @@
 """Figures of routers: intervals, speedups, controls, tables and plots."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The included video models: caches bit for bit, streaming decoding, captions, files."""
 
-from __future__ import annotations
-
 import json
 import random
 

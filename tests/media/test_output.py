@@ -1,7 +1,5 @@
 """Video files, comparisons and ImageReward."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

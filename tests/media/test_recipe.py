@@ -1,7 +1,5 @@
 """The recipe that trains the video models, in the smallest size."""
 
-from __future__ import annotations
-
 import random
 
 import torch

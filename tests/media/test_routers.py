@@ -1,7 +1,5 @@
 """Routers: which blocks they give to whom."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

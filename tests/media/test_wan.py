@@ -1,7 +1,5 @@
 """Wan of diffusers at tiny random sizes: caches, streaming decoding, and the engine over both."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -176,10 +174,7 @@ def test_the_engine_routes_wan_blocks(vae):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"height": 3}, r"do not fit patches of \(1, 2, 2\)"),
-        ({"blocks": 11}, "beyond the model's 32"),
-    ],
+    [({"height": 3}, r"do not fit patches of \(1, 2, 2\)"), ({"blocks": 11}, "beyond the model's 32")],
 )
 def test_mistakes_are_one_line(options, message):
     with pytest.raises(OutriderError, match=message):

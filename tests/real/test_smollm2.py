@@ -1,7 +1,5 @@
 """A model that Outrider's authors did not train: SmolLM2-135M-Instruct, as GGUF and as a Hugging Face folder."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rules of the repository that a machine can check: layers, public names, light imports."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

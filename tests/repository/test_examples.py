@@ -1,7 +1,5 @@
 """The examples are short, run, and import public names only, as the pages do."""
 
-from __future__ import annotations
-
 import re
 import runpy
 

@@ -1,24 +1,15 @@
 """The recipe of image tokens from end to end, in the smallest size."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
-from typer import Typer
-from typer.testing import CliRunner
 
 from outrider import LLM
 from recipes.image_tokens import codebook as codes
 from recipes.image_tokens import measure, train
 from recipes.image_tokens.images import CAPTIONS, COLORS, SHAPES, Caption, draw, random_captions
-
-
-def _run(command, *words):
-    app = Typer(pretty_exceptions_enable=False)
-    app.command()(command)
-    return CliRunner().invoke(app, list(map(str, words)))
+from tests.helpers.recipes import run_recipe
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +17,7 @@ def pair(tmp_path_factory):
     out = tmp_path_factory.mktemp("images")
     sizes = "--codes 32 --target 1x32 --draft 1x16 --images 300 --batch 16"
     times = "--target-minutes 0.03 --draft-minutes 0.03 --classifier-minutes 0.02"
-    result = _run(train.main, "--out", out, *sizes.split(), *times.split())
+    result = run_recipe(train.main, "--out", out, *sizes.split(), *times.split())
     assert result.exit_code == 0, result.output
     return out, json.loads(result.stdout.splitlines()[-1])
 
@@ -46,7 +37,7 @@ def test_training_resumes(pair):
     out, report = pair
     sizes = "--codes 32 --images 300 --batch 16"
     times = "--target-minutes 0.01 --draft-minutes 0 --classifier-minutes 0 --resume"
-    result = _run(train.main, "--out", out, *sizes.split(), *times.split())
+    result = run_recipe(train.main, "--out", out, *sizes.split(), *times.split())
     assert result.exit_code == 0, result.output
     again = json.loads(result.stdout.splitlines()[-1])
     assert again["draft"]["validation_nats"] == pytest.approx(report["draft"]["validation_nats"], abs=1e-3)
@@ -57,7 +48,7 @@ def test_training_resumes(pair):
 def test_the_table(pair, tmp_path):
     words = ["--each", 2, "--limit", 3, "--sheet", tmp_path / "sheet.png"]
     names = ["block", "lantern:delta=0.3", "gsd:clusters=4", "pcg:k=2", "bins:distance=4"]
-    result = _run(measure.main, pair[0], *words, *(word for name in names for word in ("--verifier", name)))
+    result = run_recipe(measure.main, pair[0], *words, *(word for name in names for word in ("--verifier", name)))
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])
     rows = {row["verifier"]: row for row in document["rows"]}

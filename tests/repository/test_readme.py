@@ -1,7 +1,5 @@
 """The README is true: its Python runs, its commands have the options that it shows, its links exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

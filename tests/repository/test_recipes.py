@@ -1,14 +1,11 @@
 """Recipes run from end to end, in the smallest size."""
 
-from __future__ import annotations
-
 import json
 import random
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer import Typer
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
@@ -28,6 +25,7 @@ from recipes.moe import train as train_moe
 from recipes.moe.model import cluster
 from recipes.moe.routing import balance_loss
 from recipes.sizes import Size, parse_size
+from tests.helpers.recipes import run_recipe
 
 WORDS = ["the", "cat", "and", "a", "dog", "sat", "on", "one", "red", "mat", "while", "two", "men", "went", "home"]
 
@@ -46,15 +44,9 @@ def texts(tmp_path_factory):
     return folder
 
 
-def _run(command, *words):
-    app = Typer(pretty_exceptions_enable=False)
-    app.command()(command)
-    return CliRunner().invoke(app, list(map(str, words)))
-
-
 def test_arithmetic(tmp_path):
     sizes = ["--steps", "2", "--problems", "1", "--samples", "2", "--max-tokens", "3", "--limit", "3"]
-    result = _run(grpo.main, "--model", embedded("nano"), "--checkpoint", tmp_path, *sizes)
+    result = run_recipe(grpo.main, "--model", embedded("nano"), "--checkpoint", tmp_path, *sizes)
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert [line.get("step") for line in lines] == [None, 1, 2, None]
@@ -78,7 +70,7 @@ def test_texts_are_those_that_can_be_read(texts):
 def family(texts, tmp_path_factory):
     out = tmp_path_factory.mktemp("family")
     sizes = "--vocab 320 --target 2x64 --draft 1x32 --tokens 32000 --batch 8 --sequence 64 --context 128 --lr 3e-3"
-    result = _run(train.main, texts, "--out", out, "--device", "cpu", *sizes.split())
+    result = run_recipe(train.main, texts, "--out", out, "--device", "cpu", *sizes.split())
     assert result.exit_code == 0, result.output
     return out, json.loads(result.stdout.splitlines()[-1])
 
@@ -109,7 +101,7 @@ def test_a_family_speculates(family):
 def test_texts_become_prompts(texts, tmp_path):
     out, held = tmp_path / "prompts.jsonl", tmp_path / "held.jsonl"
     words = ["--each", 3, "--times", 5, "--special", "<|user|>", "--special", "", "--longest", 200]
-    result = _run(prompts.main, texts, "--out", out, "--held-out", held, *words)
+    result = run_recipe(prompts.main, texts, "--out", out, "--held-out", held, *words)
     assert result.exit_code == 0, result.output
     found, aside = read_prompts([str(out)]), read_prompts([str(held)])
     said = {path: "<|endoftext|>" + text for path, text in read_texts(texts)}
@@ -127,18 +119,18 @@ def test_texts_become_prompts(texts, tmp_path):
 def test_recipes_say_what_is_wrong(texts, tmp_path):
     (tmp_path / "none").mkdir()
     for command in (train.main, prompts.main):
-        result = _run(command, tmp_path / "none", "--out", tmp_path / "out")
+        result = run_recipe(command, tmp_path / "none", "--out", tmp_path / "out")
         assert result.exit_code == 2
         assert "holds no text" in " ".join(result.output.replace("│", " ").split())
     (tmp_path / "few").mkdir()
     (tmp_path / "few" / "one.txt").write_text("the cat sat on the mat\n" * 9)
     few = [tmp_path / "few", "--out", tmp_path / "x"]
-    assert _run(prompts.main, *few).exit_code == 0
-    result = _run(prompts.main, *few, "--held-out", tmp_path / "y")
+    assert run_recipe(prompts.main, *few).exit_code == 0
+    result = run_recipe(prompts.main, *few, "--held-out", tmp_path / "y")
     assert result.exit_code == 2
     assert "leave --held-out out" in " ".join(result.output.replace("│", " ").split())
     assert not (tmp_path / "y").exists()
-    assert _run(prompts.main, texts, "--out", tmp_path / "x", "--shortest", 9, "--longest", 8).exit_code == 2
+    assert run_recipe(prompts.main, texts, "--out", tmp_path / "x", "--shortest", 9, "--longest", 8).exit_code == 2
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +142,7 @@ def correction(tmp_path_factory):
         (folder / f"{i}.py").write_text("\n".join(lines))
     out = tmp_path_factory.mktemp("correction")
     sizes = "--vocab 300 --target 2x48 --draft 1x48 --steps 30 --batch 8 --rate 0.2"
-    result = _run(train_correction.main, folder, "--out", out, *sizes.split())
+    result = run_recipe(train_correction.main, folder, "--out", out, *sizes.split())
     assert result.exit_code == 0, result.output
     return folder, out, json.loads(result.stdout.splitlines()[-1])
 
@@ -171,7 +163,7 @@ def test_a_correction_pair_trains_and_is_measured(correction):
     assert report["target"]["parameters"] > report["draft"]["parameters"]
     for role in ("target", "draft"):
         assert report[role]["validation_nats"] < 5.3  # 5.7 is what knowing nothing costs
-    again = _run(train_correction.main, folder, "--out", out, "--vocab", 300, "--steps", 30)
+    again = run_recipe(train_correction.main, folder, "--out", out, "--vocab", 300, "--steps", 30)
     assert again.exit_code == 0, again.output
     kept = json.loads(again.stdout.splitlines()[-1])
     assert kept["target"]["parameters"] == report["target"]["parameters"]
@@ -179,7 +171,7 @@ def test_a_correction_pair_trains_and_is_measured(correction):
     sizes = ["--max-prompts", 32, "--max-tokens", 8, "--out", out / "head-medusa"]
     head = CliRunner().invoke(app, [*map(str, ["train", "medusa", *options, *sizes])])
     assert head.exit_code == 0, head.output
-    result = _run(measure.main, out, "--rounds", 1, "--limit", 3, "--batch", 2)
+    result = run_recipe(measure.main, out, "--rounds", 1, "--limit", 3, "--batch", 2)
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout.splitlines()[-1])
     assert figures["texts"] == 3
@@ -191,14 +183,14 @@ def test_a_correction_pair_trains_and_is_measured(correction):
 def test_correction_ends_with_the_time(correction, tmp_path):
     folder, _, _ = correction
     sizes = "--vocab 300 --target 1x48 --draft 1x48 --steps 1000000 --max-minutes 0.01 --batch 4"
-    result = _run(train_correction.main, folder, "--out", tmp_path, *sizes.split())
+    result = run_recipe(train_correction.main, folder, "--out", tmp_path, *sizes.split())
     assert result.exit_code == 0, result.output
     assert "the time is over after" in result.output
 
 
 def test_correction_says_what_is_wrong(tmp_path):
     (tmp_path / "few").mkdir()
-    result = _run(train_correction.main, tmp_path / "few", "--out", tmp_path / "out")
+    result = run_recipe(train_correction.main, tmp_path / "few", "--out", tmp_path / "out")
     assert result.exit_code == 2
     assert "too few lines of prose" in " ".join(result.output.replace("│", " ").split())
 
@@ -210,7 +202,7 @@ def test_a_mixture_of_experts_learns_from_a_dense_model(family, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     words = ["--data", tmp_path / "prompts.jsonl", "--out", tmp_path / "moe", "--source", source]
     sizes = "--experts 4 --answers 60 --sequence 16 --layer-minutes 0.03 --minutes 0.06 --lr 3e-3"
-    result = _run(train_moe.main, *words, *sizes.split())
+    result = run_recipe(train_moe.main, *words, *sizes.split())
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["agreement"] > 0.6
@@ -230,13 +222,13 @@ def test_a_hybrid_is_trained_and_healed(family, tmp_path):
     data.write_text("\n".join(json.dumps({"prompt": f"<|endoftext|>the {word}"}) for word in WORDS))
     words = ["--data", data, "--out", hybrid, "--source", family[0] / "target", "--attention", "1", "--state", "8"]
     sizes = "--answers 40 --sequence 16 --layer-minutes 0.01 --minutes 0.04 --lr 3e-3"
-    result = _run(train_hybrid.main, *words, *sizes.split())
+    result = run_recipe(train_hybrid.main, *words, *sizes.split())
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["steps"] > 1
     assert report["layer_steps"] > 0
     assert 0.2 < report["agreement"] <= 1
-    result = _run(heal.main, hybrid, "--data", data, "--out", healed, "--minutes", 0.05, "--steps", 2)
+    result = run_recipe(heal.main, hybrid, "--data", data, "--out", healed, "--minutes", 0.05, "--steps", 2)
     assert result.exit_code == 0, result.output
     old, new = (load_file(folder / "model.safetensors") for folder in (hybrid, healed))
     assert old.keys() == new.keys()
@@ -263,7 +255,7 @@ def test_a_hybrid_is_trained_and_healed(family, tmp_path):
 def test_a_mixture_of_experts_says_what_is_wrong(words, message, family, tmp_path):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "the cat"}))
     paths = ["--data", tmp_path / "prompts.jsonl", "--out", tmp_path / "moe", "--source", family[0] / "target"]
-    result = _run(train_moe.main, *paths, *words.split())
+    result = run_recipe(train_moe.main, *paths, *words.split())
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
 
@@ -292,7 +284,7 @@ def test_sizes_are_checked_before_a_training(texts, tmp_path):
         ("--draft 2x0", "use LAYERSxWIDTH, such as 8x384"),
         ("--draft 2x100", "--draft has width 100; use a multiple of 16"),
     ):
-        result = _run(train.main, texts, "--out", tmp_path / "family", *words.split())
+        result = run_recipe(train.main, texts, "--out", tmp_path / "family", *words.split())
         assert result.exit_code == 2
         assert message in " ".join(result.output.replace("│", " ").split())
     assert not (tmp_path / "family").exists()

@@ -1,7 +1,5 @@
 """A release has one version, and its wheel has every file of the package."""
 
-from __future__ import annotations
-
 import email
 import os
 import platform

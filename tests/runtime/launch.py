@@ -1,7 +1,5 @@
 """Start two gloo ranks, and compare them with one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of the placement of drafts on several ranks, and of recorded passes in two ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """Tests that written files follow the umask, including files that are written atomically or by safetensors."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import SimpleNamespace

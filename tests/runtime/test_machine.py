@@ -1,7 +1,5 @@
 """Tests of thread counts, with folders that imitate /sys and /proc."""
 
-from __future__ import annotations
-
 import os
 import sys
 

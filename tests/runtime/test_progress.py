@@ -1,7 +1,5 @@
 """Stages of work, and how they are shown."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -67,11 +65,7 @@ def test_lines_without_a_terminal(monkeypatch):
             opened.advance(size)
         opened.say("done")
     opened.advance(1)
-    assert out.file.getvalue().splitlines() == [
-        "reading x: 11% of 1.0 kB",
-        "reading x: 32% of 1.0 kB",
-        "done",
-    ]
+    assert out.file.getvalue().splitlines() == ["reading x: 11% of 1.0 kB", "reading x: 32% of 1.0 kB", "done"]
 
 
 def test_an_announcement_appears_if_the_stage_takes_long(monkeypatch):

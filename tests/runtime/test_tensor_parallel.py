@@ -1,7 +1,5 @@
 """Tests of tensor parallelism: two gloo ranks give the tokens of one process, and failures end all ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

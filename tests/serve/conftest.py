@@ -1,7 +1,5 @@
 """Servers and the model that they serve. Each test module has its own."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 

@@ -1,7 +1,5 @@
 """Tests of named API keys with quotas, and of TLS."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl

@@ -1,7 +1,5 @@
 """Function calls in the formats that models are trained on."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

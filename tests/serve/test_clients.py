@@ -1,7 +1,5 @@
 """Clients that disconnect, read slowly, or send long prompts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Completions that repeat their prompt, fill in the middle, or are the best of several."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Requests as clients of other servers send them: null fields, fields without effect, and copied conversations."""
 
-from __future__ import annotations
-
 import logging
 
 import httpx

@@ -1,7 +1,5 @@
 """Subtitles and documents of a transcript."""
 
-from __future__ import annotations
-
 from outrider.serve.speech.formats import to_document, to_srt, to_verbose_document, to_vtt
 from outrider.serve.speech.transcript import Segment, Transcript
 

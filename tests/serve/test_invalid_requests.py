@@ -1,7 +1,5 @@
 """Tests that the server rejects invalid requests with a message, and survives generated ones."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import httpx

@@ -1,7 +1,5 @@
 """The server while it loads its models."""
 
-from __future__ import annotations
-
 import io
 import socket
 from contextlib import closing

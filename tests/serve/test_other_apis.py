@@ -1,7 +1,5 @@
 """Anthropic's Messages API and OpenAI's Responses API: the answers of a chat in other forms."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

@@ -1,7 +1,5 @@
 """The chat in a browser."""
 
-from __future__ import annotations
-
 import json
 from threading import Event
 

@@ -1,7 +1,5 @@
 """Reasoning: split from answers, streamed and not, with tools and constraints, and turned on and off."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

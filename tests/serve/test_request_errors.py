@@ -1,7 +1,5 @@
 """The errors of requests that the server rejects."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

@@ -1,7 +1,5 @@
 """Options of a request that a server of OpenAI's API does not have, and the request log."""
 
-from __future__ import annotations
-
 import logging
 
 import httpx

@@ -1,7 +1,5 @@
 """Completions and chat with the official OpenAI client, and what else the server answers."""
 
-from __future__ import annotations
-
 import json
 import re
 

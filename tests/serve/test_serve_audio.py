@@ -1,7 +1,5 @@
 """The routes /v1/audio/transcriptions and /v1/audio/translations."""
 
-from __future__ import annotations
-
 import io
 
 import openai

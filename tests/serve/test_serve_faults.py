@@ -1,7 +1,5 @@
 """Failures of the engine, the model and the proposers: a failing request does not affect the others."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

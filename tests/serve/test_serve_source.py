@@ -1,7 +1,5 @@
 """The field `source` of /v1/completions."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What the server limits: keys, origins, sizes, the queue and the time of requests."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The server process: its port, signals, and the plan file."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

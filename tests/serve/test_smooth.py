@@ -3,8 +3,6 @@
 The tests of smoothing run on an event loop with simulated time.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tests of OpenTelemetry traces, with the SDK's exporter in memory. They are skipped without the SDK."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """`transcribe`: segments and texts equal to those of transformers, with and without speculation; options, mistakes."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

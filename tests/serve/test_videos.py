@@ -1,7 +1,5 @@
 """Videos over HTTP, with tiny random models."""
 
-from __future__ import annotations
-
 import io
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Weight updates of a running server: the names of vLLM, and what they refuse."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

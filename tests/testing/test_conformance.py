@@ -1,7 +1,5 @@
 """Tests that all proposers, caches and verifiers pass the conformance suite, and that wrong ones fail."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

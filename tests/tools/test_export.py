@@ -1,7 +1,5 @@
 """Tests of `outrider export`: layouts, commands, the k of tune, and refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from importlib import import_module
@@ -151,10 +149,7 @@ def folders_of(command):
 
 # llama.cpp needs the target as a GGUF file, which takes seconds to write.
 @pytest.mark.fast_cases("vllm", "sglang", "mlx", "tensorrt-llm")
-@pytest.mark.parametrize(
-    "engine",
-    [name for name, each in ENGINES.items() if MODEL in each.recipes],
-)
+@pytest.mark.parametrize("engine", [name for name, each in ENGINES.items() if MODEL in each.recipes])
 def test_included_models_are_named_by_what_exists(engine, tmp_path):
     result, summary = export("@nano", "--for", engine, "--out", tmp_path / "out", "--k", 3, "--target", "@mini")
     assert result.exit_code == 0, result.output
@@ -345,10 +340,7 @@ def test_a_module_that_does_not_fit_its_target(family, tmp_path):
     file = target / "config.json"
     config = json.loads(file.read_text())
     for change, message in (
-        (
-            {"architectures": ["LlamaForCausalLM"]},
-            "is not known to run MTP modules of LlamaForCausalLM; use a target",
-        ),
+        ({"architectures": ["LlamaForCausalLM"]}, "is not known to run MTP modules of LlamaForCausalLM; use a target"),
         ({"architectures": []}, "modules of a target without architectures; use a target of MiMo"),
         ({"rope_theta": 5.0}, "was trained for a different layer configuration"),
         ({"rope_parameters": {"rope_theta": 5.0}}, "body.theta was 10000.0 and is 5.0"),

@@ -1,7 +1,5 @@
 """Tests of the layer search: its simulation equals real rounds, and it removes layers that have no effect."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

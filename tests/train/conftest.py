@@ -1,7 +1,5 @@
 """Fixtures of several tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers import train_setup

@@ -1,7 +1,5 @@
 """Losses of training, computed from their definitions."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

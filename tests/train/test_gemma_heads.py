@@ -1,7 +1,5 @@
 """Draft heads for Gemma: norms whose weights are offset by 1, scaled embeddings, and local layers with a window."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

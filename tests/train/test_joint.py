@@ -1,7 +1,5 @@
 """Training of an MTP module together with its target."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The losses of training."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Training steps: the loss of a step, micro-batches, chosen chains, and the learning rate."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

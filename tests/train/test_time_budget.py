@@ -1,7 +1,5 @@
 """Trainings with --max-minutes."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Training data: answers and hidden states, batches, prompts, the feature cache and the log."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys
@@ -133,11 +131,7 @@ def test_loss_mask_covers_answers_but_not_padding(nano):
     samples = [make_sample(range(9), prompt=4), make_sample(range(5), prompt=1), make_sample(range(3), prompt=3)]
     loss_mask = _collator(nano).collate(samples, train_on_prompts=False).loss_mask
     # Position t has the distribution after token t, so the last prompt token is trained, too.
-    assert loss_mask.tolist() == [
-        [False] * 3 + [True] * 5,
-        [True] * 4 + [False] * 4,
-        [False] * 8,
-    ]
+    assert loss_mask.tolist() == [[False] * 3 + [True] * 5, [True] * 4 + [False] * 4, [False] * 8]
     everything = _collator(nano).collate(samples, train_on_prompts=True).loss_mask
     assert everything.tolist() == [[True] * 8, [True] * 4 + [False] * 4, [True] * 2 + [False] * 6]
 

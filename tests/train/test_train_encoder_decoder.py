@@ -1,7 +1,5 @@
 """Trainings of draft heads for encoder-decoder targets: data with sources, results, and mistakes."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The heap of a training keeps freed memory, and returns it to the system when it has grown."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

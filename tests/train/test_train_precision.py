@@ -1,7 +1,5 @@
 """The dtype of matrix products in training: bfloat16 if the hardware has instructions for it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

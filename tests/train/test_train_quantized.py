@@ -1,7 +1,5 @@
 """Trainings for quantized targets: GGUF files, and weights that are quantized when they are loaded."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Draft heads that move to another target than the one that they were trained for."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The drafts that can be trained."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

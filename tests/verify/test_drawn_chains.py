@@ -1,7 +1,5 @@
 """Tests of chains that the native kernels sample, against sampling in Python with one pass per draft token."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

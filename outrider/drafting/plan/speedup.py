@@ -27,24 +27,6 @@ def expected_tau(acceptance: Sequence[float]) -> float:
     return 1.0 + sum(map(float, accumulate(acceptance, mul)))
 
 
-def expected_tau_iid(alpha: float, k: int) -> float:
-    """Return E[tau] = (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, eq. 1).
-
-    Args:
-        alpha: acceptance rate in [0, 1], the same at each position.
-        k: draft tokens per round.
-
-    Returns:
-        Tokens per pass, from 1 to k + 1.
-
-    Raises:
-        OutriderError: alpha is outside [0, 1], or k is below 0.
-    """
-    _check_rate(alpha)
-    _check_cost("k", k)
-    return float(k + 1) if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
-
-
 def speedup(tau: float, *, k: int, draft: float, verify: float = 1.0, host: float = 0.0) -> float:
     """Return S = E[tau] / (k c + v + h) (Leviathan et al. 2023, theorem 3.8, which has v = 1 and h = 0).
 

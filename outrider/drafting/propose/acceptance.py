@@ -40,8 +40,7 @@ class AcceptanceEstimator:
         """Estimate the tree of a proposer that estimates nothing itself, from the acceptance at each depth.
 
         Returns:
-            The tree with the acceptance probabilities of its paths, and the kinds of its nodes, for
-            `learn`.
+            The tree with the acceptance probabilities of its paths, and the kinds of its nodes, for `learn`.
         """
         kinds: list[Hashable] = [(part, depth) for depth in depths(parents)]
         accept_prob: list[float] = []

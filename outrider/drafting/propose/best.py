@@ -22,24 +22,21 @@ _MIN_ROUNDS = 3.0  # rounds from which the means of a part are used
 class Best(Combination):
     """Uses the draft with the highest expected value, for each sequence.
 
-    The value of a draft is the number of draft tokens that will be accepted, minus the price of
-    drafting and verifying all of them. A price is a number of output tokens: as many as the same
-    time is worth. It comes from the planner (see `DraftBudget.min_path_prob`), and is 0 with a
-    fixed k.
+    The value of a draft is the number of draft tokens that will be accepted, minus the price of drafting and verifying
+    all of them. A price is a number of output tokens: as many as the same time is worth. It comes from the planner (see
+    `DraftBudget.min_path_prob`), and is 0 with a fixed k.
 
     The parts draft one after another. A later part drafts for a sequence only if its expected value
     exceeds that of the current draft, so put the parts that take no time first:
 
     - The value of the current draft follows from its estimated acceptance. A part is used where its estimates are high,
-      and such estimates are too high on average. So they are corrected by the acceptance of the
-      drafts that were used.
+      and such estimates are too high on average. So they are corrected by the acceptance of the drafts that were used.
     - The value of a draft that a later part has not made yet is the mean of its recent drafts.
 
     A sampled draft is always used, because dropping it for its value would bias the output.
 
-    If a text must be reproducible, the first part that is a draft model is used: what a lookup
-    drafts and promises may depend on other requests. Without such a part, the first part with a
-    draft is used.
+    If a text must be reproducible, the first part that is a draft model is used: what a lookup drafts and promises may
+    depend on other requests. Without such a part, the first part with a draft is used.
     """
 
     def __init__(self, setup: ProposerSetup, parts: Sequence[Proposer]) -> None:

@@ -116,10 +116,9 @@ def _only(batch: Batch, alternatives: Sequence[int], alternative: int) -> Batch:
 class Merge(Combination):
     """Merges the drafts of all parts into one tree and keeps the likeliest nodes within the budget.
 
-    Sampled draft tokens are all kept, because dropping one for its value would bias the output. The
-    parts then share the budget equally, and sampled siblings come before one-hot ones, which may
-    depend on them. Each part samples with its own noise stream, because verification of siblings
-    assumes independent samples.
+    Sampled draft tokens are all kept, because dropping one for its value would bias the output. The parts then share
+    the budget equally, and sampled siblings come before one-hot ones, which may depend on them. Each part samples with
+    its own noise stream, because verification of siblings assumes independent samples.
     """
 
     def __init__(self, setup: ProposerSetup, parts: Sequence[Proposer]) -> None:
@@ -311,9 +310,8 @@ def _to_draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.d
 def _distributions(unions: Sequence[_Union], drafts: Sequence[Draft], size: int) -> tuple[Packed, list[list[int]]]:
     """Return the distribution index [B, N] of each sampled node, and its `DraftKind`.
 
-    WITHOUT_REPLACEMENT excludes all earlier siblings of that kind, of any part. If several parts
-    sample without replacement, each node therefore gets the distribution that remained for its own
-    part.
+    WITHOUT_REPLACEMENT excludes all earlier siblings of that kind, of any part. If several parts sample without
+    replacement, each node therefore gets the distribution that remained for its own part.
     """
     values, draft_indices = _join_distributions(drafts)
     part_indices = [index.tolist() for index in draft_indices]

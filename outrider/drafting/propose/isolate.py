@@ -22,10 +22,9 @@ _RECOVERY_ROUNDS = 16  # rounds without a failure that end a streak
 class IsolatedProposer:
     """A guard around another proposer. A round in which the proposer raises is decoded without a draft.
 
-    After an exception the state of the proposer is unknown. So before its next use, all slots are
-    released and admitted again, with the tokens that each sequence has by then. Hidden states of
-    these tokens are lost. If the proposer needs them, sequences that were running get no more draft
-    tokens.
+    After an exception the state of the proposer is unknown. So before its next use, all slots are released and admitted
+    again, with the tokens that each sequence has by then. Hidden states of these tokens are lost. If the proposer needs
+    them, sequences that were running get no more draft tokens.
     """
 
     def __init__(self, inner: Proposer, setup: ProposerSetup, *, name: str) -> None:

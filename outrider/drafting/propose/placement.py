@@ -1,16 +1,14 @@
 """Choose where a draft model runs under tensor parallelism: whole on each rank, or split over the ranks.
 
-A draft reads its weights once per token, and a split draft also waits for messages (Shoeybi et al.
-2019, Megatron-LM, section 3: two all-reduces per layer in a forward pass). With W bytes of weights
-that a token reads, B bytes/s of memory, N ranks, L layers and t seconds of an all-reduce of one
-hidden state, a pass over one token takes
+A draft reads its weights once per token, and a split draft also waits for messages (Shoeybi et al. 2019, Megatron-LM,
+section 3: two all-reduces per layer in a forward pass). With W bytes of weights that a token reads, B bytes/s of
+memory, N ranks, L layers and t seconds of an all-reduce of one hidden state, a pass over one token takes
 
     replicated   W / B
     sharded      W / (N B) + (2 L + 2) t
 
-Two messages are those of the embedding and of the logits. B and t are measured when the draft is
-loaded, in all ranks at once, because ranks on CPUs share their memory. Costs that both passes have,
-such as kernel launches, do not count.
+Two messages are those of the embedding and of the logits. B and t are measured when the draft is loaded, in all ranks
+at once, because ranks on CPUs share their memory. Costs that both passes have, such as kernel launches, do not count.
 """
 
 from __future__ import annotations
@@ -58,7 +56,6 @@ def choose_placement(asked: str, draft: str, ranks: int, estimate: PassEstimate)
 
     Args:
         asked: auto, replicated or sharded.
-        draft: its folder.
         ranks: ranks of tensor parallelism.
         estimate: the estimated times. auto takes the shorter one, and replicates if they are equal.
     """
@@ -104,11 +101,7 @@ def place_draft_model(
 
 
 def place_head(folder: str, ranks: int, *, asked: str) -> DraftPlacement:
-    """Return the placement of a draft head, which is never split.
-
-    Raises:
-        OutriderError: `asked` is sharded.
-    """
+    """Return the placement of a draft head, which is never split. Raises OutriderError if `asked` is sharded."""
     if asked == SHARDED:
         raise OutriderError(f"draft_placement is {asked}, and {folder} is a draft head, which is not split; use auto")
     return replicated(folder, ranks, "each rank runs the whole draft head")

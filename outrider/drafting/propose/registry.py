@@ -37,8 +37,7 @@ class Argument(Enum):
 class ProposerType:
     """A proposer that can be named in an expression.
 
-    Its module is imported when it is first used. Functions are named as in
-    `core.proposer:NoProposer`.
+    Its module is imported when it is first used. Functions are named as in `core.proposer:NoProposer`.
     """
 
     syntax: str  # for messages
@@ -50,11 +49,7 @@ class ProposerType:
     reads_text: bool = False  # has a draft to which `draft_window` and `draft_quantize` apply
 
     def check(self, argument: str) -> None:
-        """Check the argument before any model is loaded.
-
-        Raises:
-            OutriderError: it is wrong.
-        """
+        """Check the argument before any model is loaded. Raises OutriderError if it is wrong."""
         if self.argument is Argument.NONE:
             self._check_no_argument(argument)
         elif self.argument is Argument.TEXT:
@@ -64,11 +59,7 @@ class ProposerType:
             check_draft(self._folder(argument), heads=self.argument is Argument.DRAFT)
 
     def make(self, argument: str, setup: ProposerSetup) -> Proposer:
-        """Make the proposer.
-
-        Raises:
-            OutriderError: the argument is wrong, or the proposer cannot be made.
-        """
+        """Make the proposer. Raises OutriderError if the argument is wrong, or the proposer cannot be made."""
         maker: Callable[..., Proposer] = resolve_name(f"outrider.{self.maker}")
         if self.argument is Argument.NONE:
             self._check_no_argument(argument)
@@ -131,8 +122,7 @@ def own_proposer(maker: Maker, setup: ProposerSetup) -> Proposer:
     if missing:
         raise OutriderError(
             f"{name} does not make a proposer: the result lacks {', '.join(missing)}; see"
-            " outrider.core.proposer.Proposer for what they do, and test with"
-            " outrider.testing.check_proposer"
+            " outrider.core.proposer.Proposer for what they do, and test with outrider.testing.check_proposer"
         )
     return proposer
 
@@ -162,8 +152,7 @@ class Expression:
 def alternatives(spec: str) -> tuple[str, ...]:
     """Return short names of the alternatives: the parts of a switch, or else the whole expression.
 
-    A name contains the last part of a folder only if two alternatives would otherwise have the same
-    name.
+    A name contains the last part of a folder only if two alternatives would otherwise have the same name.
     """
     expression = parse(spec)
     parts = expression.parts if expression.name == "switch" else (expression,)
@@ -289,11 +278,7 @@ def _check(expression: Expression) -> None:
 
 
 def make(expression: Expression, setup: ProposerSetup) -> Proposer:
-    """Make the proposer of a parsed expression.
-
-    Raises:
-        OutriderError: a proposer in the expression cannot be made.
-    """
+    """Make the proposer of a parsed expression. Raises OutriderError if a proposer in the expression cannot be made."""
     if expression.name in COMBINATIONS and expression.parts:
         return combine(expression.name, setup, [make(part, setup) for part in expression.parts])
     if expression.name in NAMED:
@@ -308,11 +293,7 @@ def combine(name: str, setup: ProposerSetup, parts: Sequence[Proposer]) -> Propo
 
 
 def _import_maker(expression: Expression) -> Maker:
-    """Import the class or function of `module:name`.
-
-    Raises:
-        OutriderError: the name is unknown, or the import fails.
-    """
+    """Import the class or function of `module:name`."""
     module = expression.name
     name = expression.argument
     if module in COMBINATIONS:
@@ -362,16 +343,14 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
             argument=Argument.TEXT,
             checker="drafting.propose.lookup.ngram:parse_ngram_range",
         ),
-        # A tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of
-        # past outputs.
+        # A tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of past outputs.
         "suffix": ProposerType(
             syntax="suffix[:TOKENS]",
             maker="drafting.propose.lookup.suffix:suffix_proposer",
             argument=Argument.TEXT,
             checker="drafting.propose.lookup.suffix:parse_history_size",
         ),
-        # The same in other outputs for the same prompt, running and finished ones, of the last
-        # VERSIONS weights.
+        # The same in other outputs for the same prompt, running and finished ones, of the last VERSIONS weights.
         "group": ProposerType(
             syntax="group[:TOKENS[:VERSIONS]]",
             maker="drafting.propose.lookup.group:group_proposer",
@@ -438,8 +417,7 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
             chain=True,
             reads_text=True,
         ),
-        # The tokens that followed the longest suffix of the text in a datastore; see `outrider
-        # index`.
+        # The tokens that followed the longest suffix of the text in a datastore; see `outrider index`.
         "retrieval": ProposerType(
             syntax="retrieval:DIR[:MIN]",
             maker="drafting.propose.lookup.retrieval:retrieval_proposer",

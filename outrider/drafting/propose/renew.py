@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.drafting.propose.combine import Combination
-from outrider.drafting.propose.registry import (
-    NAMED,
-    Expression,
-    Maker,
-    combine,
-    make,
-    own_proposer,
-    parse,
-)
+from outrider.drafting.propose.registry import NAMED, Expression, Maker, combine, make, own_proposer, parse
 
 
 def without_outputs(proposer: Proposer, spec: str | Maker, setup: ProposerSetup) -> Proposer:

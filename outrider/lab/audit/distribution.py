@@ -75,7 +75,6 @@ def check_distribution(pair: Pair, verifier: Verifier, *, k: int, samples: int, 
         verifier: the verifier that users run.
         k: draft length; at least 2, so that draft tokens and bonus tokens are tested.
         samples: samples per test.
-        seed: the seed of the samples.
     """
     k = max(k, 2)
     tests = []

@@ -31,16 +31,22 @@ class Flip:
 
     prompt: int  # from 0
     position: int  # of the output token, from 0
-    text: tuple[int, ...]  # the common tokens, including the prompt
     plain_token: int
     other_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedFlip(Flip):
+    """A flip whose margin is not measured yet."""
+
+    text: tuple[int, ...]  # the common tokens, including the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlipReport:
     """The flips of a run against plain decoding."""
 
-    flips: tuple[Flip, ...]
+    flips: tuple[ObservedFlip, ...]
     tokens: int  # compared tokens
     stats: Stats
 
@@ -56,13 +62,9 @@ class ObservedOutputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredFlip:
+class MeasuredFlip(Flip):
     """A flip, as in the JSON document."""
 
-    prompt: int
-    position: int
-    plain_token: int
-    other_token: int
     margin: float  # gap of the two tokens in logits, in float32
     tolerance: float  # the largest margin that rounding explains
     near_tie: bool  # whether rounding explains it
@@ -155,7 +157,7 @@ def _follow(
     requests: Sequence[Request], plain: Sequence[Sequence[int]], run: Callable[[Sequence[Request]], Outputs]
 ) -> FlipReport:
     """Compare another run with plain outputs. After a flip, the other run continues from the plain tokens."""
-    flips: list[Flip] = []
+    flips: list[ObservedFlip] = []
     stats = Stats()
     begin = dict.fromkeys(range(len(plain)), 0)  # for each prompt, the first output token to compare
     while begin:
@@ -170,7 +172,7 @@ def _follow(
         for (i, start), tokens in zip(begin.items(), outputs.tokens, strict=True):
             offset = first_difference(plain[i][start:], tokens)
             if offset is not None:
-                flip = Flip(
+                flip = ObservedFlip(
                     prompt=i,
                     position=start + offset,
                     text=(*prefixes[i], *tokens[:offset]),
@@ -187,7 +189,7 @@ def _largest_margin(flips: Sequence[MeasuredFlip]) -> float:
     return max((flip.margin for flip in flips), default=0.0)
 
 
-def _measure(exact: Pair, flip: Flip, dtype: torch.dtype) -> MeasuredFlip:
+def _measure(exact: Pair, flip: ObservedFlip, dtype: torch.dtype) -> MeasuredFlip:
     """Measure the margin of a flip in float32."""
     logits = exact.logits(flip.text)
     margin = abs(float(logits[flip.plain_token] - logits[flip.other_token]))

@@ -54,7 +54,6 @@ class Pair:
             config: target and proposer. The fields for the number of sequences, their length, their cache and the
                 draft length are not read. If quantized weights run in float32, they are quantized as on torch and then
                 widened.
-            prompts: the prompts.
             room: number of tokens after a prompt, including draft tokens.
 
         Raises:
@@ -104,18 +103,11 @@ class Pair:
         return self._run(engine, requests, alone=alone)
 
     def speculative(
-        self,
-        requests: Sequence[Request],
-        verifier: Verifier,
-        *,
-        k: int,
-        alone: bool = False,
-        enough: int | None = None,
+        self, requests: Sequence[Request], verifier: Verifier, *, k: int, alone: bool = False, enough: int | None = None
     ) -> Outputs:
         """Run the requests with speculation.
 
         Args:
-            requests: the requests.
             verifier: the verifier, which decides how the proposer chooses draft tokens.
             k: draft length.
             alone: one request at a time instead of a batch.
@@ -243,11 +235,7 @@ def _load(config: EngineConfig, spec: str | Maker) -> tuple[Checkpoint, EngineCo
 
 
 def _context(checkpoint: Checkpoint, prompts: Sequence[Sequence[int]], room: int) -> int:
-    """Return the tokens of the longest prompt and `room` more.
-
-    Raises:
-        OutriderError: they are more than the context of the model.
-    """
+    """Return the tokens of the longest prompt and `room` more."""
     context = max(map(len, prompts)) + room
     if context > checkpoint.context:
         raise OutriderError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import product
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import Request
@@ -16,27 +17,23 @@ from outrider.verify.rules import EXACT, Verifier
 LOGITS = 1e-3  # largest gap in logits that rounding explains, for greedy outputs
 PROBABILITY = 1e-4  # largest gap in probability that rounding explains, for sampled outputs
 
-_TEMPERATURE = 0.8
+_TEMPERATURES = (0.0, 0.8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One configuration that runs all prompts."""
 
-    sampled: bool
-    verifier: Verifier
-    k: int
-    alone: bool  # one prompt at a time instead of a batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    """A difference from plain decoding."""
-
     temperature: float
     verifier: str
     k: int
-    batched: bool
+    batched: bool  # all prompts in a batch instead of one prompt at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch(Case):
+    """A difference from plain decoding."""
+
     prompt: int  # from 0
     position: int  # of the output token, from 0
     plain_token: int
@@ -46,13 +43,9 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CaseResult:
+class CaseResult(Case):
     """The result of one case."""
 
-    temperature: float
-    verifier: str
-    k: int
-    batched: bool
     mismatches: int
     tau: float
 
@@ -82,11 +75,10 @@ def cases(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int]) -> I
         for depth in sorted({*depths, k}, reverse=True):
             if pair.trees and not rule.trees:
                 continue
-            alone = (False, True) if depth == k and rule.name in ("walk", verifier.name) else (False,)
-            sampled = (False, True) if rule.name == "walk" else (False,)
-            for is_alone in alone:
-                for is_sampled in sampled:
-                    yield Case(sampled=is_sampled, verifier=rule, k=depth, alone=is_alone)
+            ways = (True, False) if depth == k and rule.name in ("walk", verifier.name) else (True,)
+            temperatures = _TEMPERATURES if rule.name == "walk" else _TEMPERATURES[:1]
+            for batched, temperature in product(ways, temperatures):
+                yield Case(temperature=temperature, verifier=rule.name, k=depth, batched=batched)
 
 
 def replay(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int], tokens: int, seed: int) -> ReplayResult:
@@ -101,27 +93,20 @@ def replay(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int], tok
         seed: the seed of the sampled outputs.
     """
     requests = {
-        sampled: pair.requests(SamplingParams(max_tokens=tokens, seed=seed, temperature=_TEMPERATURE * sampled))
-        for sampled in (False, True)
+        temperature: pair.requests(SamplingParams(max_tokens=tokens, seed=seed, temperature=temperature))
+        for temperature in _TEMPERATURES
     }
-    plain = {sampled: pair.plain(requests[sampled], alone=True).tokens for sampled in requests}
+    plain = {temperature: pair.plain(group, alone=True).tokens for temperature, group in requests.items()}
     results: list[CaseResult] = []
     mismatches: list[Mismatch] = []
     for case in cases(pair, verifier, k=k, depths=depths):
-        outputs = pair.speculative(requests[case.sampled], case.verifier, k=case.k, alone=case.alone)
-        texts = zip(requests[case.sampled], plain[case.sampled], outputs.tokens, strict=True)
+        group = requests[case.temperature]
+        outputs = pair.speculative(group, EXACT[case.verifier], k=case.k, alone=not case.batched)
+        texts = zip(group, plain[case.temperature], outputs.tokens, strict=True)
         compared = (_compare(pair, case, request, expected, actual) for request, expected, actual in texts)
         new = list(filter(None, compared))
         mismatches += new
-        result = CaseResult(
-            temperature=_TEMPERATURE * case.sampled,
-            verifier=case.verifier.name,
-            k=case.k,
-            batched=not case.alone,
-            mismatches=len(new),
-            tau=outputs.stats.tau,
-        )
-        results.append(result)
+        results.append(CaseResult(**asdict(case), mismatches=len(new), tau=outputs.stats.tau))
     texts_compared = len(results) * len(pair.prompts)
     unexplained = sum(not mismatch.rounding for mismatch in mismatches)
     return ReplayResult(
@@ -149,16 +134,13 @@ def _compare(
         return None
     gap = _gap(pair, request, plain[:at], (plain[at], speculative[at]))
     return Mismatch(
-        temperature=request.params.temperature,
-        verifier=case.verifier.name,
-        k=case.k,
-        batched=not case.alone,
+        **asdict(case),
         prompt=request.id,
         position=at,
         plain_token=plain[at],
         speculative_token=speculative[at],
         gap=gap,
-        rounding=not pair.steady and gap < (PROBABILITY if case.sampled else LOGITS),
+        rounding=not pair.steady and gap < (PROBABILITY if case.temperature else LOGITS),
     )
 
 

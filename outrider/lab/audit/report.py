@@ -24,9 +24,7 @@ class Row(NamedTuple):
 
 def show(result: AuditResult, console: Console) -> None:
     """Print a table with a verdict beside each test, and the overall verdict."""
-    table = Table(title=f"Audit of {result.target} with {result.proposer}, verifier {result.rule.name}")
-    for heading in ("section", "what was done", "what was found", "verdict"):
-        table.add_column(heading)
+    table = new_table(f"Audit of {result.target} with {result.proposer}, verifier {result.rule.name}")
     sections = {
         "replay": [_replay_row(result.replay)],
         "distribution": _distribution_rows(result.distribution),
@@ -35,7 +33,7 @@ def show(result: AuditResult, console: Console) -> None:
     for name, rows in sections.items():
         for row in rows:
             section = name if row is rows[0] else ""
-            table.add_row(section, row.done, row.found, _verdict(row.passed), end_section=row is rows[-1])
+            table.add_row(section, row.done, row.found, verdict(row.passed), end_section=row is rows[-1])
     console.print(table)
     console.print(f"Load check: {result.load_check}.", highlight=False)
     for mismatch in result.replay.details:
@@ -44,7 +42,7 @@ def show(result: AuditResult, console: Console) -> None:
         console.print(f"The verifier {result.rule.name} is lossy by design, so no pair passes with it.")
     for placement in result.placements:
         console.print(str(placement), highlight=False, markup=False)
-    console.print(f"Verdict: {_verdict(result.passed)}, after {result.seconds:.0f} s.")
+    console.print(f"Verdict: {verdict(result.passed)}, after {result.seconds:.0f} s.")
 
 
 def _replay_row(result: ReplayResult) -> Row:
@@ -73,9 +71,8 @@ def _distribution_rows(result: DistributionResult) -> list[Row]:
 def flip_rows(result: FlipResult) -> list[Row]:
     """Return the rows of the flip test: a summary, plain decoding beside it, and each flip that fails."""
     speculative = (
-        f"{result.flips_per_1000:.1f} flips per 1000 tokens"
-        f" ({result.flips_per_1000_95.low:.1f} to {result.flips_per_1000_95.high:.1f}),"
-        f" largest margin {result.largest_margin:.3f} logits"
+        f"{result.flips_per_1000:.1f} flips per 1000 tokens ({result.flips_per_1000_95.low:.1f} to"
+        f" {result.flips_per_1000_95.high:.1f}), largest margin {result.largest_margin:.3f} logits"
     )
     plain = (
         f"{result.plain_batched_flips_per_1000:.1f} flips per 1000 tokens,"
@@ -108,7 +105,16 @@ def _mismatch(mismatch: Mismatch) -> str:
     )
 
 
-def _verdict(passed: bool | None) -> str:
+def new_table(title: str) -> Table:
+    """Return the table of an audit without rows."""
+    table = Table(title=title)
+    for heading in ("section", "what was done", "what was found", "verdict"):
+        table.add_column(heading)
+    return table
+
+
+def verdict(passed: bool | None) -> str:
+    """Return the words for a verdict; "" for None."""
     if passed is None:
         return ""
     return "[bold green]passed[/]" if passed else "[bold red]FAILED[/]"

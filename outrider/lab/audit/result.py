@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditResult:
-    """What an audit found, and where it ran."""
+    """The results of an audit, and the machine that it ran on."""
 
     rule: Verifier
     k: int

@@ -10,7 +10,7 @@ from outrider.core.option import MEASURE, PYTHON_ONLY, Option, Shown
 from outrider.core.params import check_draft_length
 from outrider.errors import OutriderError
 
-# What is audited, where the user does not say otherwise.
+# The default configuration of an audited engine.
 AUDITED_ENGINE = EngineConfig(k=4)
 _OPTIONS = (
     "target",

@@ -94,7 +94,6 @@ def power(dof: int, noncentrality: float, level: float, *, allowed: float = 0.0)
     Args:
         dof: degrees of freedom, at least 1.
         noncentrality: samples times the chi-square distance of the two distributions.
-        level: significance level.
         allowed: the noncentrality that the test does not count as a difference.
     """
     low, high = 0.0, 10.0 * (dof + 100) + 4 * allowed

@@ -20,12 +20,7 @@ _DRAFTS = (*(f"{each}_drafts" for each in _SHARED), "outrider_drafts", "sglang:s
 _DRAFT_TOKENS = (*(f"{each}_draft_tokens" for each in _SHARED), "outrider_draft_tokens")
 _ACCEPTED = (*(f"{each}_accepted_tokens" for each in _SHARED), "outrider_accepted_tokens")
 _BY_POSITION = (*(f"{each}_accepted_tokens_per_pos" for each in _SHARED), "outrider_accepted_by_position")
-_OUTPUT = (
-    "vllm:generation_tokens",
-    "sglang:generation_tokens",
-    "llamacpp:tokens_predicted",
-    "outrider_output_tokens",
-)
+_OUTPUT = ("vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens_predicted", "outrider_output_tokens")
 _ACCEPT_LENGTH = ("sglang:spec_accept_length",)
 
 

@@ -10,7 +10,7 @@ from outrider.core.option import SERVER, Option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSettings:
-    """What a client of a server needs, besides its URL."""
+    """The settings of a client, besides the URL of its server."""
 
     model: Annotated[str | None, Option(panel=SERVER)] = None
     """Name of the model. Default: the first one of the server."""

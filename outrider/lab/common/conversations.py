@@ -20,7 +20,6 @@ def each_turn(llm: LLM, prompts: Sequence[Prompt], *, max_tokens: int) -> list[P
     The answers are those of greedy plain decoding, so that all variants get the same prompts.
 
     Args:
-        llm: the model.
         prompts: prompts, some with `later` messages of the user.
         max_tokens: of an answer.
 

@@ -64,8 +64,6 @@ def make_batches(
     """Return batches of prompts of one category each. Prompts of the category fill up its last batch.
 
     Args:
-        llm: the model.
-        prompts: the prompts.
         condition: the batch size, the temperature and the length of the prompts.
         max_tokens: output tokens of each prompt.
         seed: each job has its own seed, which depends on this one.

@@ -46,12 +46,7 @@ def sweep_values(values: tuple[_Number, ...]) -> tuple[_Number, ...]:
 
 
 def _parse(
-    option: str,
-    text: str,
-    parse_part: Callable[[str], tuple[_Number, ...]],
-    form: str,
-    *,
-    distinct: bool = True,
+    option: str, text: str, parse_part: Callable[[str], tuple[_Number, ...]], form: str, *, distinct: bool = True
 ) -> tuple[_Number, ...]:
     try:
         values = tuple(value for part in text.split(",") for value in parse_part(part))

@@ -89,10 +89,7 @@ def run_jobs(llm: LLM, jobs: Sequence[Job]) -> Timeline:
         events.append(EmitEvent(at=now, emitted=tuple(seq.num_output_tokens for seq in seqs)))
         snapshots.append(engine.stats)
     return Timeline(
-        seqs=tuple(map(_finished, seqs)),
-        events=tuple(events),
-        snapshots=tuple(snapshots),
-        exact=engine.stats.exact,
+        seqs=tuple(map(_finished, seqs)), events=tuple(events), snapshots=tuple(snapshots), exact=engine.stats.exact
     )
 
 

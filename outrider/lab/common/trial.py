@@ -24,14 +24,17 @@ WARMUP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One way to decode, at one batch size and temperature."""
+class Choice:
+    """One way to decode, at whichever batch size and temperature."""
 
-    proposer: str  # an expression; "" is plain decoding
+    proposer: str  # an expression; "" or "none" is plain decoding
     k: int | str
-    batch: int  # sequences at once
-    temperature: float
     draft_quantize: str | None = None  # of its draft, where several are compared; None: that of the settings
+
+    @property
+    def choice(self) -> Choice:
+        """These fields alone, to compare records that have more."""
+        return Choice(proposer=self.proposer, k=self.k, draft_quantize=self.draft_quantize)
 
     @property
     def label(self) -> str:
@@ -46,7 +49,15 @@ class Variant:
     @property
     def plain(self) -> bool:
         """Whether this is plain decoding."""
-        return not self.proposer
+        return self.proposer in ("", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant(Choice):
+    """One way to decode, at one batch size and temperature."""
+
+    batch: int  # sequences at once
+    temperature: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,7 +119,6 @@ def with_planner(base: LLM, planner: Planner, *, plain: bool = False) -> LLM:
 
     Args:
         base: the engine. Only one of the two may have running sequences.
-        planner: the planner.
         plain: whether it has no proposer.
     """
     parts = base.parts

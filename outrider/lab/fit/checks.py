@@ -43,11 +43,7 @@ def check_memory(settings: Settings, folder: Path) -> None:
 
 
 def check_disk(folder: Path, size: TargetSize, plan: TrainingPlan) -> None:
-    """Check that the head and the state of its training fit on the disk.
-
-    Raises:
-        OutriderError: they do not fit.
-    """
+    """Check that the head and the state of its training fit on the disk. Raises OutriderError if they do not fit."""
     needed = _SMALL_FILES + _HEAD_BYTES * count_parameters(size, plan)
     present = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from shlex import quote
 from statistics import fmean
 
 from outrider.core.config import EngineConfig
 from outrider.drafting.propose.expression import command_line_form
 from outrider.drafting.propose.registry import parse
-from outrider.lab.common.trial import label
+from outrider.lab.common.trial import Choice
 from outrider.lab.fit.rules import candidates
-from outrider.lab.tune.candidate import Candidate, CandidateKey, fastest_first
+from outrider.lab.tune.candidate import Candidate, fastest_first
 from outrider.lab.tune.figures import Estimate
 from outrider.lab.tune.measurement import Measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftFigures:
+class DraftFigures(Choice):
     """A draft model with one kind of weights, at its best draft length. Means are over the temperatures."""
 
-    proposer: str  # an expression
-    draft_quantize: str | None  # None: the weights as stored, or those of the settings
-    k: int | str
     memory_bytes: int  # weights and KV cache
     token_ms: float  # drafting time of a round over the draft tokens of a sequence
     tau: float
@@ -54,14 +51,12 @@ def draft_figures(measured: Measurement) -> tuple[DraftFigures, ...]:
 
 def _figures(measured: Measurement, best: Iterable[Candidate]) -> Iterator[DraftFigures]:
     for candidate in best:
-        cases = [case for case in measured.cases if CandidateKey.of(case) == candidate.key]
-        memory = measured.memory[label(candidate.proposer, candidate.draft_quantize)]
+        cases = [case for case in measured.cases if case.choice == candidate.choice]
+        memory = measured.memory[candidate.label]
         tau = fmean(case.total.tau for case in cases)
         nodes = fmean(case.nodes for case in cases)
         yield DraftFigures(
-            proposer=candidate.proposer,
-            draft_quantize=candidate.draft_quantize,
-            k=candidate.k,
+            **asdict(candidate.choice),
             memory_bytes=memory.draft_weight_bytes + memory.draft_cache_bytes,
             token_ms=fmean(case.parts.draft for case in cases) / nodes if nodes else 0.0,
             tau=tau,

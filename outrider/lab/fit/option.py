@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from outrider.drafting.propose.expression import short
-from outrider.lab.common.trial import label
-from outrider.lab.tune.candidate import Candidate, CandidateKey
+from outrider.lab.common.trial import Choice
+from outrider.lab.tune.candidate import Candidate
 from outrider.lab.tune.figures import Case, Estimate
-
-PLAIN = "plain decoding"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,28 +27,20 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class Option(Choice):
     """One way to decode, with its best draft length."""
 
-    proposer: str  # an expression; "none" for plain decoding
-    k: int | str
-    draft_quantize: str | None = None  # weights of its draft, where several were compared
     speedup: float  # the geometric mean over the temperatures
     by_temperature: tuple[Speed, ...]
     memory_bytes: int  # weights and KV cache of the draft
     held_out: bool  # measured on the held-out prompts; otherwise only in the first measurement
     verdict: str
 
-    @property
-    def name(self) -> str:
-        """The name for people."""
-        return PLAIN if self.proposer == "none" else f"{label(short(self.proposer), self.draft_quantize)}, k {self.k}"
-
 
 def speeds(candidate: Candidate, cases: Sequence[Case]) -> Iterator[Speed]:
     """Yield the speeds of a candidate by temperature."""
     for case in cases:
-        if CandidateKey.of(case) == candidate.key:
+        if case.choice == candidate.choice:
             overall = case.overall
             yield Speed(
                 temperature=case.temperature,

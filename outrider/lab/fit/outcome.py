@@ -12,11 +12,11 @@ from typing import Any
 
 from outrider.core.config import EngineConfig
 from outrider.drafting.propose.expression import command_line_form, short
-from outrider.lab.common.trial import label
+from outrider.lab.common.trial import Choice, label
 from outrider.lab.fit.drafts import DraftFigures, draft_figures
 from outrider.lab.fit.option import Option, Speed, size, speeds
 from outrider.lab.fit.rules import candidates, ranked
-from outrider.lab.tune.candidate import Candidate, CandidateKey
+from outrider.lab.tune.candidate import Candidate
 from outrider.lab.tune.figures import Case
 from outrider.lab.tune.measurement import Measurement
 from outrider.runtime.report.console import count_text
@@ -92,10 +92,10 @@ class Outcome:
         return self.certificate is not None and self.certificate["passed"] is False
 
     @property
-    def _advised(self) -> CandidateKey:
+    def _advised(self) -> Choice:
         """The recommendation."""
         advice = self._measured.advice
-        return CandidateKey(advice.proposer, advice.k, advice.draft_quantize)
+        return Choice(proposer=advice.proposer, k=advice.k, draft_quantize=advice.draft_quantize)
 
     def _options(self) -> Iterator[Option]:
         yield Option(
@@ -119,11 +119,9 @@ class Outcome:
                     yield self._option(candidate, self.first, held_out=False)
 
     def _option(self, candidate: Candidate, measured: Measurement, *, held_out: bool) -> Option:
-        memory = measured.memory[label(candidate.proposer, candidate.draft_quantize)]
+        memory = measured.memory[candidate.label]
         return Option(
-            proposer=candidate.proposer,
-            k=candidate.k,
-            draft_quantize=candidate.draft_quantize,
+            **asdict(candidate.choice),
             speedup=candidate.overall.value,
             by_temperature=tuple(speeds(candidate, measured.cases)),
             memory_bytes=memory.draft_weight_bytes + memory.draft_cache_bytes,
@@ -132,7 +130,7 @@ class Outcome:
         )
 
     def _verdict(self, candidate: Candidate, *, held_out: bool) -> str:
-        if held_out == self.complete and candidate.key == self._advised:
+        if held_out == self.complete and candidate.choice == self._advised:
             return "not exact here: the certificate failed" if self._failed else "chosen"
         if not held_out and self.complete:
             return "first measurement only"
@@ -161,9 +159,8 @@ class Outcome:
         taus = _listed([f"{speed.tau:.2f}" for speed in option.by_temperature])
         memory = f" It takes {size(option.memory_bytes)} of memory." if option.memory_bytes else " It needs no weights."
         return (
-            f"Chosen: {proposer} with k {option.k}. On {self._where()} it is {first.interval}"
-            f" times as fast as plain decoding at temperature {first.temperature:g}{more}, with {taus} tokens per"
-            f" pass.{memory}"
+            f"Chosen: {proposer} with k {option.k}. On {self._where()} it is {first.interval} times as fast as plain"
+            f" decoding at temperature {first.temperature:g}{more}, with {taus} tokens per pass.{memory}"
         )
 
     def _where(self) -> str:
@@ -211,9 +208,9 @@ def duration(minutes: float) -> str:
     return f"{minutes:g} minute" + ("" if minutes == 1 else "s")
 
 
-def _best(cases: Sequence[Case], chosen: CandidateKey) -> list[Candidate]:
+def _best(cases: Sequence[Case], chosen: Choice) -> list[Candidate]:
     """Return one candidate per proposer: the chosen one, or the best."""
-    taken = [each for each in candidates(cases) if each.key == chosen]
+    taken = [each for each in candidates(cases) if each.choice == chosen]
     return [*taken, *(each for each in ranked(cases) if each.proposer != chosen.proposer)]
 
 

@@ -44,7 +44,6 @@ def read_split(file: str | None, *, batch: int, seed: int) -> PromptSplit:
     Args:
         file: JSON lines; None is the embedded set.
         batch: sequences at once. Each part has at least so many prompts.
-        seed: of the choice.
 
     Raises:
         OutriderError: the file cannot be read, or has too few different prompts.
@@ -65,11 +64,7 @@ def read_split(file: str | None, *, batch: int, seed: int) -> PromptSplit:
 
 
 def write_files(split: PromptSplit, folder: Path, *, batch: int) -> PromptFiles:
-    """Write the parts into a folder, in the format of prompt files.
-
-    Raises:
-        OutriderError: they cannot be written.
-    """
+    """Write the parts into a folder, in the format of prompt files. Raises OutriderError if they cannot be written."""
     make_folder(folder)
     parts = {
         "train": split.train,

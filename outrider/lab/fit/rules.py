@@ -73,7 +73,6 @@ def plan_training(
 
     Args:
         head: the kind, or auto.
-        size: the sizes of the target.
         minutes: the training time.
         prompts: number of prompts to train on.
         max_tokens: most tokens of an answer.
@@ -103,7 +102,6 @@ def plan_certificate(samples: int, *, k: int, tokens_per_s: float, seconds: floa
         samples: the most samples of each statistical test.
         k: the draft length.
         tokens_per_s: speed of plain decoding.
-        seconds: the time.
     """
     tokens = seconds * tokens_per_s  # in this time
     length = min(max(int(tokens / 2 / _REPLAYED_TEXTS), _LEAST_REPLAYED), _MOST_REPLAYED)

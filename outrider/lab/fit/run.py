@@ -56,7 +56,6 @@ class Fit:
         """Check everything that can be checked before a model is loaded.
 
         Args:
-            settings: the options.
             progress: where progress goes.
 
         Raises:
@@ -143,11 +142,7 @@ class Fit:
         }
 
     def write(self, document: Document) -> None:
-        """Write the configuration.
-
-        Raises:
-            OutriderError: it cannot be written.
-        """
+        """Write the configuration. Raises OutriderError if it cannot be written."""
         write_whole(self.config, json.dumps(document) + "\n")
 
     def _measure_first(self) -> None:

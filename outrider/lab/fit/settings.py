@@ -23,11 +23,7 @@ _NOT_IN_IDENTITY = frozenset(
 
 
 def parse_places(option: str, text: str) -> tuple[str, ...]:
-    """Return the folders of a list with commas.
-
-    Raises:
-        OutriderError: the list is empty.
-    """
+    """Return the folders of a list with commas. Raises OutriderError if the list is empty."""
     places = tuple(dict.fromkeys(place.strip() for place in text.split(",") if place.strip()))
     if not places:
         raise OutriderError(f"{option} names no folder; give at least one, or leave it out")

@@ -18,13 +18,7 @@ from outrider.lab.audit.run import run_audit
 from outrider.lab.audit.settings import Settings as AuditSettings
 from outrider.lab.fit.outcome import duration
 from outrider.lab.fit.prompts import PromptFiles
-from outrider.lab.fit.rules import (
-    Gain,
-    TrainingPlan,
-    evaluation_tokens,
-    expected_gain,
-    plan_certificate,
-)
+from outrider.lab.fit.rules import Gain, TrainingPlan, evaluation_tokens, expected_gain, plan_certificate
 from outrider.lab.fit.settings import Settings
 from outrider.lab.tune.advice import Advice
 from outrider.lab.tune.measure import measure
@@ -110,11 +104,7 @@ def make_training(
 
 
 def train_head(settings: Settings, plan: TrainingPlan, training: Training, progress: Console) -> Document:
-    """Train a head until its time is used.
-
-    Raises:
-        OutriderError: the loss is not a number, or the disk is full.
-    """
+    """Train a head until its time is used. Raises OutriderError if the loss is not a number, or the disk is full."""
     report = _GainReport(settings, training, progress)
     document, _ = training.run(on_evaluation=report.show)
     return {
@@ -189,8 +179,6 @@ def certify(settings: Settings, target: Path, advice: Advice, *, native: bool, t
     """Audit the chosen proposer in about `--measure-minutes`: fewer samples and shorter texts where time is short.
 
     Args:
-        settings: the options.
-        target: folder of the target.
         advice: the choice of the second measurement.
         native: whether the target runs on native kernels. Kernels whose rounding depends on the batch are audited in
             float32.

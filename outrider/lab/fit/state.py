@@ -30,7 +30,6 @@ class State:
         """Read the state of a folder, or start with none.
 
         Args:
-            folder: the folder of the fit.
             identity: what the interrupted fit must have in common with this one.
             overwrite: discard a state that is there, and its head.
 
@@ -75,11 +74,7 @@ class State:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder.
-
-    Raises:
-        OutriderError: it cannot be made.
-    """
+    """Make a folder. Raises OutriderError if it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

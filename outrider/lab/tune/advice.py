@@ -6,11 +6,11 @@ The functions are pure, so that every recommendation can be tested on made-up fi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from outrider.core.params import AUTO
-from outrider.lab.tune.candidate import WORTHWHILE, Candidate, CandidateKey, fastest, fastest_first, group
+from outrider.lab.tune.candidate import WORTHWHILE, Candidate, fastest, fastest_first, group
 from outrider.lab.tune.figures import Case, Estimate, Plain
 
 _AUTO_SHARE = 0.97  # k auto is preferred from this share of the best overall speedup on, because it adapts
@@ -124,7 +124,7 @@ def _choose(candidates: Sequence[Candidate]) -> Candidate | None:
 
 def _same_draft(candidates: Sequence[Candidate], choice: Candidate) -> list[Candidate]:
     """Return the candidates that differ from the choice in k alone."""
-    return [each for each in candidates if each.key._replace(k=choice.k) == choice.key]
+    return [each for each in candidates if replace(each.choice, k=choice.k) == choice.choice]
 
 
 def _fixed_k(choice: Candidate, candidates: Sequence[Candidate], *, nodes: float) -> int:
@@ -141,7 +141,7 @@ def _batches(best: Case, cases: Sequence[Case]) -> Batches:
     speedups = sorted(
         (case.batch, _overall(case))
         for case in cases
-        if (CandidateKey.of(case), case.temperature) == (CandidateKey.of(best), best.temperature)
+        if (case.choice, case.temperature) == (best.choice, best.temperature)
     )
     stops = None
     for batch, speedup in reversed(speedups):
@@ -162,7 +162,7 @@ def _is_close(estimate: Estimate, other: Estimate) -> bool:
 
 def _case(cases: Sequence[Case], plain: Plain, choice: Candidate) -> Case:
     """Return the case of a candidate with the batch and the temperature of `plain`."""
-    return next(case for case in _cases_at(cases, plain) if CandidateKey.of(case) == choice.key)
+    return next(case for case in _cases_at(cases, plain) if case.choice == choice.choice)
 
 
 def _cases_at(cases: Sequence[Case], plain: Plain) -> list[Case]:

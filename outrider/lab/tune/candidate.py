@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
 
-from outrider.lab.common.trial import Variant
+from outrider.lab.common.trial import Choice, Variant
 from outrider.lab.tune.figures import Estimate
 
 WORTHWHILE = 1.02  # overall speedup below which plain decoding is recommended
 
 
-class CandidateKey(NamedTuple):
-    """The settings that a configuration would use at all temperatures."""
-
-    proposer: str
-    k: int | str
-    draft_quantize: str | None
-
-    @classmethod
-    def of(cls, variant: Variant) -> CandidateKey:
-        """Return the key of a variant, at whichever temperature and batch size."""
-        return cls(variant.proposer, variant.k, variant.draft_quantize)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(Choice):
     """A proposer and a draft length, which one configuration would use at all of some temperatures."""
 
-    proposer: str
-    k: int | str
-    draft_quantize: str | None = None  # as in `Variant`
     speedups: Mapping[float, Estimate]  # overall, by temperature
-
-    @property
-    def key(self) -> CandidateKey:
-        """The fields that tell it from others."""
-        return CandidateKey(self.proposer, self.k, self.draft_quantize)
 
     @property
     def overall(self) -> Estimate:
@@ -71,10 +49,10 @@ class Candidate:
 
 def group(speedups: Iterable[tuple[Variant, Estimate]]) -> list[Candidate]:
     """Return the candidates of variants at one batch size, each with its overall speedup over plain decoding."""
-    grouped: dict[CandidateKey, dict[float, Estimate]] = {}
+    grouped: dict[Choice, dict[float, Estimate]] = {}
     for variant, speedup in speedups:
-        grouped.setdefault(CandidateKey.of(variant), {})[variant.temperature] = speedup
-    return [Candidate(**key._asdict(), speedups=each) for key, each in grouped.items()]
+        grouped.setdefault(variant.choice, {})[variant.temperature] = speedup
+    return [Candidate(**asdict(choice), speedups=each) for choice, each in grouped.items()]
 
 
 def fastest(candidates: Iterable[Candidate]) -> Candidate | None:

@@ -111,8 +111,6 @@ def _head(engine: str, kind: Kind, folder: str, k: int, block: int | None) -> Ot
 
     Args:
         engine: its title, a key of `_HEADS`.
-        kind: the kind of the head.
-        folder: its folder.
         k: draft tokens per round here.
         block: draft tokens of the whole block that the head was trained with; 0: unknown; None: it fills in no block.
             Outrider computes the whole block and verifies k of its tokens. Other engines compute only k columns, which

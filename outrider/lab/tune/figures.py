@@ -132,7 +132,6 @@ def ratio(amounts: Sequence[Amounts], base: Sequence[Amounts], *, seed: int) -> 
     Args:
         amounts: tokens and seconds of each batch of prompts.
         base: the same of plain decoding, in the same order.
-        seed: of the resampling.
 
     Returns:
         None if there were no tokens or no seconds.

@@ -62,7 +62,6 @@ def measure(
 
     Args:
         settings: what to measure.
-        progress: the console of the progress.
         max_seconds: the time limit, without loading.
         file: where runs are kept until the measurement is finished. The same measurement resumes from it.
 

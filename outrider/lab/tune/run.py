@@ -53,7 +53,6 @@ def run_tune(settings: Settings, *, progress: Console, file: Path | None = None)
 
     Args:
         settings: what to measure.
-        progress: the console of the progress.
         file: where runs are kept until the measurement is finished; see `measure`.
 
     Returns:

@@ -40,11 +40,7 @@ def parse_proposers(option: str, text: str) -> tuple[str, ...]:
 
 
 def parse_ks(option: str, text: str) -> tuple[int | str, ...]:
-    """Return the values of "2,4,8,auto". auto comes last.
-
-    Raises:
-        OutriderError: `text` does not have this form.
-    """
+    """Return the values of "2,4,8,auto". auto comes last. Raises OutriderError if `text` does not have this form."""
     parts = [part.strip() for part in text.split(",")]
     numbers = ",".join(part for part in parts if part != AUTO)
     try:
@@ -85,11 +81,7 @@ class Settings(RepeatedSettings):
                 raise OutriderError(f"{name} names nothing to measure; give at least one")
         for k in self.ks:
             check_draft_length(k, least=1, or_auto=True)
-        smallest = {
-            "batch": min(self.batches),
-            "repeats": self.repeats,
-            "limit": self.limit,
-        }
+        smallest = {"batch": min(self.batches), "repeats": self.repeats, "limit": self.limit}
         for name, value in smallest.items():
             if value is not None and value < 1:
                 raise OutriderError(f"{name} is {value}; use at least 1")

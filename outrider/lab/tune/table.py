@@ -11,19 +11,7 @@ from outrider.runtime.report.console import NONE, Document, new_table
 
 _MAX_POSITIONS = 6  # positions whose acceptance is printed
 _LEFT_COLUMNS = ("proposer", "accepted, %")
-_COLUMNS = (
-    "batch",
-    "T",
-    "proposer",
-    "k",
-    "overall",
-    "decoding",
-    "tau",
-    "accepted, %",
-    "draft",
-    "target",
-    "host",
-)
+_COLUMNS = ("batch", "T", "proposer", "k", "overall", "decoding", "tau", "accepted, %", "draft", "target", "host")
 
 
 def show(document: Document, console: Console) -> None:

@@ -69,7 +69,6 @@ class DriftWatch:
         if not self.drifted:
             return None
         return (
-            f"{100 * (self.accepted_share or 0):.0f} % of the last {len(self._accepted)} drafts"
-            f" were accepted, but {100 * self._expected:.0f} % at calibration; run outrider media"
-            " tune again"
+            f"{100 * (self.accepted_share or 0):.0f} % of the last {len(self._accepted)} drafts were accepted, but"
+            f" {100 * self._expected:.0f} % at calibration; run outrider media tune again"
         )

@@ -35,11 +35,7 @@ def demo(settings: DemoSettings, *, as_json: bool) -> None:
     use_threads(settings.threads)
     prompt = settings.prompt or _default_prompt(settings, models)
     models.language.tokens(prompt)
-    routers: dict[str, Router] = {
-        "target-only": TargetOnly(),
-        "drafter-only": DrafterOnly(),
-        "routed": _gate(settings),
-    }
+    routers: dict[str, Router] = {"target-only": TargetOnly(), "drafter-only": DrafterOnly(), "routed": _gate(settings)}
     for router in routers.values():
         models.engine.generate(prompt, router, seed=settings.seed, blocks=2)  # to warm up
     results = {name: models.engine.generate(prompt, router, seed=settings.seed) for name, router in routers.items()}

@@ -53,9 +53,8 @@ def _show(tuned: Tuned, document: Document, console: Console) -> None:
     console.print(summary_table("Thresholds, on the half of the prompts that chooses", tuned.candidates))
     chosen = tuned.calibration
     console.print(
-        f"threshold {chosen.threshold:g} ({chosen.aggregate}): quality"
-        f" {interval_text(chosen.quality)} % of target-only on the other half, held-out scorer"
-        f" {interval_text(chosen.held_out)} %, {chosen.speedup:.2f} times as fast,"
+        f"threshold {chosen.threshold:g} ({chosen.aggregate}): quality {interval_text(chosen.quality)} % of target-only"
+        f" on the other half, held-out scorer {interval_text(chosen.held_out)} %, {chosen.speedup:.2f} times as fast,"
         f" {100 * chosen.accepted_share:.0f} % of drafts accepted ([red]not exact[/red])",
         highlight=False,
     )

@@ -26,8 +26,7 @@ class MediaEngine:
         scorer: judges the content of drafts.
         eager_commits: write each clean block into both caches at once. By default a cache is
             brought up to date when its generator has to make a block. The output is the same.
-        clock: returns seconds. `time.process_time` counts the processor's time, for measurements on
-            a busy machine.
+        clock: returns seconds. `time.process_time` counts the processor's time, for measurements on a busy machine.
 
     Raises:
         OutriderError: target and drafter have latents of different shapes.
@@ -67,13 +66,11 @@ class MediaEngine:
         Args:
             prompt: what to make.
             router: decides who makes each block.
-            seed: of the noise. Target and drafter start a block from the same noise, whoever made
-                the blocks before.
+            seed: of the noise. Target and drafter start a block from the same noise, whoever made the blocks before.
             blocks: how many. None: as many as the models can make.
 
         Raises:
-            OutriderError: the models cannot make so many blocks, or the router's threshold is no
-                possible score.
+            OutriderError: the models cannot make so many blocks, or the router's threshold is no possible score.
         """
         run = self.stream(prompt, router, seed=seed, blocks=blocks)
         finished = tuple(run)

@@ -11,9 +11,8 @@ from outrider.media.contract import BlockGenerator
 class BlockStream:
     """One output of a generator.
 
-    A clean block is committed when the generator has to make a later block, so the last blocks of
-    an output may never be committed. Blocks are committed one by one, in order: the cache is the
-    same as with commits at once.
+    A clean block is committed when the generator has to make a later block, so the last blocks of an output may never
+    be committed. Blocks are committed one by one, in order: the cache is the same as with commits at once.
 
     Args:
         generator: the target or the drafter.
@@ -44,11 +43,7 @@ class BlockStream:
         self._pending = []
 
     def generate(self, block: int, noise: Tensor) -> Tensor:
-        """Return the latent of a block.
-
-        Raises:
-            OutriderError: it has another shape than the generator says.
-        """
+        """Return the latent of a block. Raises OutriderError if it has another shape than the generator says."""
         self.catch_up()
         latent = self._generator.generate(block, noise, self._cache)
         if tuple(latent.shape) != tuple(self._generator.latent_shape):

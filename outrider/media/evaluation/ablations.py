@@ -44,9 +44,7 @@ def controls(gate: QualityGate, measured: Summary, *, other_threshold: float, bl
 
     Args:
         gate: with a forced first block.
-        measured: its figures.
         other_threshold: of the other aggregate, at which it rejects as many drafts.
-        blocks: of an output.
     """
     assert gate.threshold is not None
     by_target = min(blocks, max(2, round(measured.target_share * blocks)))  # 1 would be the first block only

@@ -28,7 +28,6 @@ def ratio_interval(
     Args:
         values: of each prompt.
         base: of the same prompts.
-        seed: of the resampling.
         confidence: how often such intervals hold the true ratio.
     """
     pairs = np.array([values, base], dtype=np.float64)

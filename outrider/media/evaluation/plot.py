@@ -18,8 +18,7 @@ def check_plot_file(path: str) -> Path:
     """Return the path of a plot that can be written.
 
     Raises:
-        OutriderError: the suffix is unknown, the folder cannot be written, or matplotlib is
-            missing.
+        OutriderError: the suffix is unknown, the folder cannot be written, or matplotlib is missing.
     """
     file = Path(path).expanduser()
     if file.suffix.lower() not in SUFFIXES:
@@ -37,7 +36,6 @@ def draw_plot(groups: Sequence[tuple[str, str, bool, Sequence[Summary]]], file: 
 
     Args:
         groups: label, marker, whether a line joins the points, and the figures.
-        file: the plot.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -13,8 +13,7 @@ class BlockCache:
     layers are in one tensor, so a commit joins them in two operations.
 
     Args:
-        text: keys and values of the caption for each layer, each of shape (heads, tokens, channels
-            of a head).
+        text: keys and values of the caption for each layer, each of shape (heads, tokens, channels of a head).
         window: how many past blocks are kept.
     """
 

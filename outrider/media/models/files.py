@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,17 @@ from torch import nn
 from outrider.errors import OutriderError
 
 
-def write_set(config: dict[str, Any], networks: Mapping[str, nn.Module], folder: Path) -> None:
-    """Write a set. The weights are in bfloat16."""
+def write_set(config: dict[str, Any], networks: Any, folder: Path) -> None:
+    """Write a set, with the weights in bfloat16. `networks` is a record whose fields name the networks."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name, module in networks.items():
+    for name, module in _modules(networks).items():
         weights = {key: value.to(torch.bfloat16).contiguous() for key, value in module.state_dict().items()}
         save_file(weights, folder / f"{name}.safetensors")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return what config.json holds.
-
-    Raises:
-        OutriderError: there is no such file, or it is not a JSON object.
-    """
+    """Return what config.json holds. Raises OutriderError if there is no such file, or it is not a JSON object."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -40,8 +36,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_weights(networks: Mapping[str, nn.Module], folder: Path) -> None:
-    """Load the weights of all networks, in float32."""
-    for name, module in networks.items():
+def read_weights(networks: Any, folder: Path) -> None:
+    """Load the weights of all networks of a record, in float32."""
+    for name, module in _modules(networks).items():
         module.load_state_dict(load_file(folder / f"{name}.safetensors"))
         module.eval().requires_grad_(False)
+
+
+def _modules(networks: Any) -> dict[str, nn.Module]:
+    values = {field.name: getattr(networks, field.name) for field in fields(networks)}
+    return {name: value for name, value in values.items() if isinstance(value, nn.Module)}

@@ -53,8 +53,7 @@ class TransformerGenerator:
     def generate(self, block: int, noise: Tensor, cache: TransformerCache) -> Tensor:
         """Return the latent of a block, after the committed ones.
 
-        Euler steps from the `noise` along the flow; each predicts the clean block. The cache does
-        not change.
+        Euler steps from the `noise` along the flow; each predicts the clean block. The cache does not change.
         """
         self._check(block, cache)
         network = self.network

@@ -15,7 +15,7 @@ from outrider.media.models.language import Language
 
 
 class CaptionTower(nn.Module):
-    """Embeds captions. A subclass embeds content; a pair matches if the embeddings' product is high."""
+    """Embeds captions. A subclass embeds parts of content; a pair matches if the embeddings' product is high."""
 
     def __init__(self, config: ScorerConfig, language: Language) -> None:
         super().__init__()
@@ -30,6 +30,14 @@ class CaptionTower(nn.Module):
         """Return (n, embedding) and the offsets, (n,), of ids (n, words)."""
         out = self.text(self.words(tokens).flatten(-2))
         return out[..., :-1], out[..., -1]
+
+    def parts(self, content: Tensor) -> Tensor:
+        """Return the parts of content that are scored one by one, first dimension n."""
+        raise NotImplementedError
+
+    def embed(self, parts: Tensor) -> Tensor:
+        """Return (n, embedding) of parts."""
+        raise NotImplementedError
 
 
 class MatchModel(CaptionTower):
@@ -48,9 +56,13 @@ class MatchModel(CaptionTower):
         )
         self.image_out = nn.Linear(6 * width, config.embedding)
 
-    def embed_frames(self, frames: Tensor) -> Tensor:
+    def parts(self, content: Tensor) -> Tensor:
+        """Return each frame of (frames, 3, rows, columns), with the frames before it that the model sees."""
+        return stack_frames(content, self.config.frames)
+
+    def embed(self, parts: Tensor) -> Tensor:
         """Return (n, embedding) of (n, 3 x frames at once, rows, columns)."""
-        features = self.image(frames)
+        features = self.image(parts)
         pooled = torch.cat([features.mean((-2, -1)), features.amax((-2, -1))], dim=-1)
         embedding: Tensor = self.image_out(pooled)
         return embedding
@@ -58,17 +70,13 @@ class MatchModel(CaptionTower):
     def forward(self, frames: Tensor, tokens: Tensor) -> Tensor:
         """Return the logit of each pair, (n,)."""
         embedding, offset = self.embed_captions(tokens)
-        return (self.embed_frames(frames) * embedding).sum(-1) + offset
+        return (self.embed(frames) * embedding).sum(-1) + offset
 
 
 class MatchScorer:
-    """Scores frames with a `MatchModel`.
+    """Scores the frames or windows of content."""
 
-    Args:
-        model: the network.
-    """
-
-    def __init__(self, model: MatchModel) -> None:
+    def __init__(self, model: CaptionTower) -> None:
         self.score_range: tuple[float, float] | None = (0.0, 1.0)
         self._model = model
         self._caption = ""
@@ -76,13 +84,13 @@ class MatchScorer:
 
     @torch.inference_mode()
     def score(self, prompt: str, content: Tensor) -> Tensor:
-        """Return a probability for each frame of `content`, (frames, 3, rows, columns)."""
+        """Return a probability for each part of `content`, (frames, 3, rows, columns) or (samples,)."""
         if prompt != self._caption or self._embedding is None:
             self._embedding = self._model.embed_captions(torch.tensor([self._model.language.tokens(prompt)]))
             self._caption = prompt
         embedding, offset = self._embedding
-        frames = stack_frames(content, self._model.config.frames)
-        return torch.sigmoid((self._model.embed_frames(frames) * embedding).sum(-1) + offset)
+        parts = self._model.parts(content)
+        return torch.sigmoid((self._model.embed(parts) * embedding).sum(-1) + offset)
 
 
 def stack_frames(frames: Tensor, count: int) -> Tensor:

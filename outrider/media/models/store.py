@@ -9,13 +9,11 @@ from time import perf_counter
 from typing import Any
 
 from safetensors import SafetensorError
-from torch import nn
 
 from outrider.errors import OutriderError
 from outrider.media.contract import Scorer
 from outrider.media.engine import MediaEngine
 from outrider.media.models.audio.config import AudioConfig
-from outrider.media.models.audio.scorer import SoundScorer
 from outrider.media.models.audio.store import FORMAT as AUDIO_FORMAT
 from outrider.media.models.audio.store import AudioNetworks, load_audio_networks
 from outrider.media.models.audio.synthesizer import StreamingSynthesizer
@@ -41,16 +39,6 @@ class Networks:
     decoder: Decoder
     scorer: MatchModel
     held_out_scorer: MatchModel
-
-    def modules(self) -> dict[str, nn.Module]:
-        """Return the networks by the names of their files."""
-        return {
-            "target": self.target,
-            "drafter": self.drafter,
-            "decoder": self.decoder,
-            "scorer": self.scorer,
-            "held_out_scorer": self.held_out_scorer,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +76,11 @@ def save_networks(networks: Networks, autoencoder: AutoencoderConfig, folder: Pa
         "scorer": asdict(networks.scorer.config),
         "held_out_scorer": asdict(networks.held_out_scorer.config),
     }
-    write_set(config, networks.modules(), folder)
+    write_set(config, networks, folder)
 
 
 def load_models(
-    folder: str | Path | None = None,
-    *,
-    eager_commits: bool = False,
-    clock: Callable[[], float] = perf_counter,
+    folder: str | Path | None = None, *, eager_commits: bool = False, clock: Callable[[], float] = perf_counter
 ) -> VideoModels | AudioModels:
     """Load a set of models in float32. Its config.json says whether they make video or audio.
 
@@ -121,8 +106,12 @@ def load_models(
         )
     try:
         if config["format"] == AUDIO_FORMAT:
-            return _audio_models(load_audio_networks(config, path), eager_commits, clock)
-        return _video_models(_load_networks(config, path), eager_commits, clock)
+            sound = load_audio_networks(config, path)
+            synthesizer = StreamingSynthesizer(sound.audio)
+            return AudioModels(audio=sound.audio, **_shared_parts(sound, synthesizer, eager_commits, clock))
+        networks = _load_networks(config, path)
+        decoder = StreamingDecoder(networks.decoder)
+        return VideoModels(video=networks.video, **_shared_parts(networks, decoder, eager_commits, clock))
     except (OSError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         reason = str(error).partition("\n")[0]
         raise OutriderError(
@@ -130,41 +119,21 @@ def load_models(
         ) from None
 
 
-def _video_models(networks: Networks, eager_commits: bool, clock: Callable[[], float]) -> VideoModels:
-    decoder, scorer = StreamingDecoder(networks.decoder), MatchScorer(networks.scorer)
-    return VideoModels(
-        video=networks.video,
-        engine=_make_engine(networks, decoder, scorer, eager_commits, clock),
-        held_out_scorer=MatchScorer(networks.held_out_scorer),
-        compute_ratio=_compute_ratio(networks),
-        language=networks.video.language,
-    )
-
-
-def _audio_models(networks: AudioNetworks, eager_commits: bool, clock: Callable[[], float]) -> AudioModels:
-    decoder, scorer = StreamingSynthesizer(networks.audio), SoundScorer(networks.scorer)
-    return AudioModels(
-        audio=networks.audio,
-        engine=_make_engine(networks, decoder, scorer, eager_commits, clock),
-        held_out_scorer=SoundScorer(networks.held_out_scorer),
-        compute_ratio=_compute_ratio(networks),
-        language=networks.audio.language,
-    )
-
-
-def _make_engine(
+def _shared_parts(
     networks: Networks | AudioNetworks,
     decoder: StreamingDecoder | StreamingSynthesizer,
-    scorer: Scorer,
     eager_commits: bool,
     clock: Callable[[], float],
-) -> MediaEngine:
+) -> dict[str, Any]:
+    """Return the fields of `MediaModels`."""
     target, drafter = TransformerGenerator(networks.target), TransformerGenerator(networks.drafter)
-    return MediaEngine(target, drafter, decoder, scorer, eager_commits=eager_commits, clock=clock)
-
-
-def _compute_ratio(networks: Networks | AudioNetworks) -> float:
-    return networks.target.pass_work / networks.drafter.pass_work
+    scorer = MatchScorer(networks.scorer)
+    return {
+        "engine": MediaEngine(target, drafter, decoder, scorer, eager_commits=eager_commits, clock=clock),
+        "held_out_scorer": MatchScorer(networks.held_out_scorer),
+        "compute_ratio": networks.target.pass_work / networks.drafter.pass_work,
+        "language": networks.scorer.language,
+    }
 
 
 def _load_networks(config: dict[str, Any], folder: Path) -> Networks:
@@ -177,5 +146,5 @@ def _load_networks(config: dict[str, Any], folder: Path) -> Networks:
         scorer=MatchModel(ScorerConfig(**config["scorer"])),
         held_out_scorer=MatchModel(ScorerConfig(**config["held_out_scorer"])),
     )
-    read_weights(networks.modules(), folder)
+    read_weights(networks, folder)
     return networks

@@ -61,8 +61,7 @@ class Layer(nn.Module):
 
     def keys_and_values(self, x: Tensor, modulation: Sequence[Tensor], rotation: KeyValue) -> KeyValue:
         """Return the keys and values of `project`, with the same bits."""
-        # One product for all three, as in `project`: a product of another shape may round in
-        # another way.
+        # One product for all three, as in `project`: a product of another shape may round in another way.
         _, keys, values = self._split_states(x, modulation)
         return _turn(keys, rotation), values
 
@@ -144,8 +143,7 @@ class BlockTransformer(nn.Module):
         """Return the six modulations of each layer of a pass.
 
         Args:
-            noise: noise levels from 0 to 1, of any shape; the modulations have this shape, then the
-                width.
+            noise: noise levels from 0 to 1, of any shape; the modulations have this shape, then the width.
         """
         frequencies = torch.exp(torch.linspace(0, math.log(1000.0), _TIME_CHANNELS // 2))
         angles = noise.unsqueeze(-1) * frequencies

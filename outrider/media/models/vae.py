@@ -58,8 +58,7 @@ class Decoder(nn.Module):
             past: what the last call returned; None at the start of a video.
 
         Returns:
-            The frames, (frames, 3, 4 rows, 4 columns), from 0 to 1 apart from small errors; and the
-            new past.
+            The frames, (frames, 3, 4 rows, 4 columns), from 0 to 1 apart from small errors; and the new past.
         """
         latents = latents * self.deviation[:, None, None] + self.mean[:, None, None]
         x = functional.silu(self.enter(latents))

@@ -41,8 +41,7 @@ def write_video(pictures: Sequence[Any], file: Path, *, fps: float) -> Written:
 
     Args:
         pictures: pillow images of one size, with even width and height for mp4.
-        file: ends in .mp4 or .gif. If mp4 cannot be encoded, the file ends in .gif instead, and the
-            result says so.
+        file: ends in .mp4 or .gif. If mp4 cannot be encoded, the file ends in .gif instead, and the result says so.
         fps: frames per second.
     """
     if file.suffix.lower() == ".gif":

@@ -98,8 +98,7 @@ class RandomGate(_Placement):
     """A draft is accepted with a fixed probability. This is the control that a quality gate has to beat.
 
     Args:
-        rate: probability that the drafter makes a block. With `force_first` it holds for the other
-            blocks.
+        rate: probability that the drafter makes a block. With `force_first` it holds for the other blocks.
         force_first: the target always makes block 0.
         quality: the measured score of its outputs as a share of target-only's, if it is known.
 

@@ -13,8 +13,7 @@ State = tuple[Any, ...] | None
 class WanStreamDecoder:
     """The decoder of an `AutoencoderKLWan` of diffusers. It keeps the features of the last frames between blocks.
 
-    The first latent frame of a video gives one frame, each later one gives as many as the model
-    compresses into it.
+    The first latent frame of a video gives one frame, each later one gives as many as the model compresses into it.
 
     Args:
         vae: the autoencoder, without tiling; a model with `patch_size` is not supported.
@@ -37,8 +36,7 @@ class WanStreamDecoder:
         """Return the frames of the next block, (frames, 3, rows, columns), from 0 to 1.
 
         Args:
-            latent: (latent frames, channels, rows, columns), with mean 0 and deviation 1 as the
-                transformer has it.
+            latent: (latent frames, channels, rows, columns), with mean 0 and deviation 1 as the transformer has it.
         """
         scaled = latent.to(self._mean).transpose(0, 1)[None] * self._deviation + self._mean
         x = self._vae.post_quant_conv(scaled)

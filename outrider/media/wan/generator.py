@@ -1,9 +1,8 @@
 """Wan's transformer as a block generator.
 
-The arrangement is that of Self-Forcing (https://arxiv.org/abs/2506.08009): a block of latent frames
-attends to the cached clean blocks and to itself, in both directions. It is denoised in a few steps
-with fresh noise between them. A pass over the clean block, at noise level 0, writes its keys and
-values into the cache.
+The arrangement is that of Self-Forcing (https://arxiv.org/abs/2506.08009): a block of latent frames attends to the
+cached clean blocks and to itself, in both directions. It is denoised in a few steps with fresh noise between them. A
+pass over the clean block, at noise level 0, writes its keys and values into the cache.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ class WanBlockGenerator:
     The model's self-attention is replaced, so give the model to nothing else.
 
     Args:
-        model: the transformer, with weights of a block-causal few-step model; text to video,
-            without image inputs.
-        encode: returns the text states of a prompt, (text tokens, text width), as the pipeline of
-            the model makes them.
+        model: the transformer, with weights of a block-causal few-step model; text to video, without image inputs.
+        encode: returns the text states of a prompt, (text tokens, text width), as the pipeline of the model makes them.
         blocks: the most blocks of a video.
         frames: latent frames of a block.
         height: rows of a latent frame.
@@ -40,8 +37,7 @@ class WanBlockGenerator:
         window: past blocks that a block attends to; None: all.
 
     Raises:
-        OutriderError: the latents do not fit the model's patches, the model wants images, or the
-            video is too long.
+        OutriderError: the latents do not fit the model's patches, the model wants images, or the video is too long.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """The description of a draft head. Modules are built from it, and every checkpoint format is converted to and from it.
 
-Checkpoint formats differ in how they count layers, in the order in which they concatenate two
-vectors, and in which hidden state they feed back. A weight matrix in the wrong order has the right
-shape, so it loads without an error and gives wrong predictions. Therefore each of these choices is
-a field here, and importers translate them.
+Checkpoint formats differ in how they count layers, in the order in which they concatenate two vectors, and in which
+hidden state they feed back. A weight matrix in the wrong order has the right shape, so it loads without an error and
+gives wrong predictions. Therefore each of these choices is a field here, and importers translate them.
 """
 
 from __future__ import annotations
@@ -126,8 +125,7 @@ class Body:
     attention_gate: bool = False  # multiplies the attention output by a sigmoid of a projection of its input
     gated: bool = True  # the MLP is down(silu(gate x) * up x); otherwise down(relu(up x) ** 2)
     first_norm: bool = True  # the first layer has a norm before its attention; EAGLE-1 has none
-    # Gemma 4 layers: norms also after attention and MLP, a layer scale, GELU, and unscaled
-    # attention.
+    # Gemma 4 layers: norms also after attention and MLP, a layer scale, GELU, and unscaled attention.
     gemma: bool = False
 
 
@@ -176,7 +174,7 @@ class Refiner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockView:
-    """What the columns of a block attend to in one decoder layer."""
+    """The positions that the columns of a block attend to in one decoder layer."""
 
     window: int = 0  # the number of latest positions that a column sees, its own included; 0: all
     causal: bool = False  # a column sees no later column (JetSpec)
@@ -212,8 +210,7 @@ class DraftBlock:
     """A block that one pass fills in: the last committed token, and mask tokens after it."""
 
     size: int  # columns, including the last committed token
-    # Each column predicts the next token, also the first column. Otherwise a mask column predicts
-    # its own token.
+    # Each column predicts the next token, also the first column. Otherwise a mask column predicts its own token.
     sample_from_anchor: bool = False
     markov_rank: int = 0  # rank of the matrix that corrects logits by the previous token; 0: no correction
     confidence: bool = False  # a confidence head estimates the acceptance probability
@@ -259,8 +256,7 @@ class HeadDescription:
     shared_kv: tuple[SharedKV, ...] = ()  # by layer of the body, if it attends to the target's KV cache
     masks: MaskTokens | None = None
     centroids: Centroids | None = None  # of the LM head
-    # Modules that predict one token each, from the output of the module before. A single module
-    # predicts all tokens.
+    # Modules that predict one token each, from the output of the module before. A single module predicts all tokens.
     modules: int = 1
     feedback: Feedback = Feedback.RAW
     final_norm: bool = True  # a norm before the LM head

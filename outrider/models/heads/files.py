@@ -45,11 +45,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint folder, by name. A file is opened when it is needed."""
 
     def __init__(self, folder: Path) -> None:
-        """List the tensors of a folder.
-
-        Raises:
-            OutriderError: a file is missing or damaged.
-        """
+        """List the tensors of a folder. Raises OutriderError if a file is missing or damaged."""
         self._folder = folder
         self._opened: dict[Path, Mapping[str, Any]] = {}
         if (unpacked := _unpacked(folder)) is not None:
@@ -104,8 +100,7 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
         raise OutriderError(
             f"{file} does not hold named tensors only; give the folder with the weights of the draft head"
         )
-    # Tensors share memory if training tied their weights. Copy them, because here they are
-    # independent.
+    # Tensors share memory if training tied their weights. Copy them, because here they are independent.
     return {str(name): value.clone() for name, value in state.items()}
 
 

@@ -18,17 +18,15 @@ _MERGE_SIZE = 64  # pieces of a slot that are concatenated, and outdated positio
 class HiddenStates:
     """The target's hidden states by slot and position, until the draft head has processed them.
 
-    While no sequence drafts, states are only appended, so a round costs almost nothing.
-    `num_pending` tells how many states wait, so that callers can feed them to the head before they
-    take too much memory.
+    While no sequence drafts, states are only appended, so a round costs almost nothing. `num_pending` tells how many
+    states wait, so that callers can feed them to the head before they take too much memory.
     """
 
     def __init__(self, description: HeadDescription, tables: SharedWeights) -> None:
         self._description = description
         self._tables = tables
         self.latest_only = False  # whether only the states of the latest round are needed
-        # By slot, consecutive pieces: the first position, and the states [n, layers, H] from there
-        # on.
+        # By slot, consecutive pieces: the first position, and the states [n, layers, H] from there on.
         self._pending: dict[int, list[tuple[int, torch.Tensor]]] = {}
 
     def use_tables(self, tables: SharedWeights) -> None:
@@ -47,8 +45,7 @@ class HiddenStates:
             if self.latest_only:
                 pieces.clear()
             pieces.append((round.batch.start[b], round.scores.states(layers, b, path)))
-            # A piece may be a view that keeps other sequences' states in memory. Concatenation
-            # copies it.
+            # A piece may be a view that keeps other sequences' states in memory. Concatenation copies it.
             if len(pieces) >= _MERGE_SIZE:
                 pieces[:] = [(pieces[0][0], torch.cat([states for _, states in pieces]))]
 
@@ -65,8 +62,7 @@ class HiddenStates:
     def read(self, slot: int, begin: int, end: int) -> torch.Tensor:
         """Return the states [end - begin, layers, H] of these positions, which must not be dropped yet.
 
-        If the description asks for it, the state of the last layer is returned after the target's
-        final norm.
+        If the description asks for it, the state of the last layer is returned after the target's final norm.
         """
         return self.finish(self.read_raw(slot, begin, end))
 
@@ -122,12 +118,7 @@ class StateCache(WrappedCache):
     """The KV cache of a draft head, and the target's hidden states that it still needs."""
 
     def __init__(
-        self,
-        inner: Cache,
-        states: HiddenStates,
-        *,
-        to_head_batch: Callable[[Batch], Batch],
-        skipped_tokens: int = 0,
+        self, inner: Cache, states: HiddenStates, *, to_head_batch: Callable[[Batch], Batch], skipped_tokens: int = 0
     ) -> None:
         """Wrap a KV cache.
 

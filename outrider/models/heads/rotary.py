@@ -15,8 +15,7 @@ from outrider.models.native.rotary import llama3, yarn_share
 def frequencies(body: Body, device: torch.device | None = None) -> tuple[torch.Tensor, float]:
     """Return the rotary frequencies, and the multiplier of cosines and sines.
 
-    The frequencies are radians per position, float32: [dim * rotary / 2], or [dim / 2] with
-    proportional scaling.
+    The frequencies are radians per position, float32: [dim * rotary / 2], or [dim / 2] with proportional scaling.
     """
     rope = body.rope
     rotated = int(body.dim * body.rotary)

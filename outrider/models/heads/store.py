@@ -46,13 +46,10 @@ def is_head(folder: str | Path, target: Callable[[], TargetInfo | None] | None =
     target, and as a draft model otherwise.
 
     Args:
-        folder: the folder.
-        target: returns the target, or None if there is none. It is called only for a full model
-            with MTP modules.
+        target: returns the target, or None if there is none. It is called only for a full model with MTP modules.
 
     Raises:
-        OutriderError: a file is damaged, or the draft head is of a known kind that is not
-            supported.
+        OutriderError: a file is damaged, or the draft head is of a known kind that is not supported.
     """
     path = Path(folder).expanduser()
     try:
@@ -106,14 +103,11 @@ def read_head(
     """Load a draft head.
 
     Args:
-        folder: the folder.
-        dtype: the dtype of the weights.
         device: the device of the weights.
         target: the target. Some formats do not store everything and need it.
 
     Raises:
-        OutriderError: a file is missing or truncated, or a weight has another shape or is NaN or
-            infinite.
+        OutriderError: a file is missing or truncated, or a weight has another shape or is NaN or infinite.
     """
     trained = import_head(folder, target)
     for reason, names in trained.ignored.items():
@@ -132,15 +126,12 @@ def load_module(
     """Return a module with these weights.
 
     Args:
-        description: the architecture.
         weights: exactly the weights that the module has, by name.
         where: a name for the checkpoint in error messages.
-        stored_name: returns the name of a weight in the checkpoint, for error messages. None: it is
-            the same.
+        stored_name: returns the name of a weight in the checkpoint, for error messages. None: it is the same.
 
     Raises:
-        OutriderError: a weight is missing, unexpected, of another shape or dtype, or NaN or
-            infinite.
+        OutriderError: a weight is missing, unexpected, of another shape or dtype, or NaN or infinite.
     """
     with torch.device("meta"):
         module = make_module(description)

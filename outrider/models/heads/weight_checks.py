@@ -36,9 +36,7 @@ def check_weights(
     """Check that these are the weights of a draft head.
 
     Args:
-        description: the architecture.
-        expected: the weights of a module of this architecture, of which only names and shapes are
-            read.
+        expected: the weights of a module of this architecture, of which only names and shapes are read.
         weights: the weights by name.
         names: what errors call the checkpoint and its weights.
 

@@ -61,12 +61,10 @@ def make_checked_target(
 ) -> CheckedTarget:
     """Make the target for a checkpoint and check it. The arguments before `check` are those of `make_target`.
 
-    With `kernels` auto, a model that fails the check on the native or Triton kernels runs on torch,
-    with a warning.
+    With `kernels` auto, a model that fails the check on the native or Triton kernels runs on torch, with a warning.
 
     Args:
-        check: once, always or never. once: an unchanged checkpoint that has passed is not checked
-            again.
+        check: once, always or never. once: an unchanged checkpoint that has passed is not checked again.
 
     Raises:
         OutriderError: as in `make_target`.

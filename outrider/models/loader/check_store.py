@@ -41,8 +41,7 @@ def once(checkpoint: Checkpoint, target: Target, bits: int, check: Callable[[], 
     A result holds for a target that was made from an unchanged checkpoint by unchanged code.
 
     Args:
-        checkpoint: the checkpoint. The result of a model that was not loaded from files is not
-            kept.
+        checkpoint: the checkpoint. The result of a model that was not loaded from files is not kept.
         target: the target that was made from it.
         bits: those of quantized weights, as in `make_target`.
         check: checks the target.

@@ -28,14 +28,11 @@ def model_folder(name: str | Path | None, *, weights: bool = True) -> Path:
     """Return the folder of a model, or its GGUF file. A model of the Hub is downloaded if its cache lacks it.
 
     Args:
-        name: a folder or a GGUF file, `@NAME` for an included model, or a name on the Hub; None:
-            the included target.
-        weights: whether a model of the Hub needs its weights, and not only its configuration and
-            tokenizer.
+        name: a folder or a GGUF file, `@NAME` for an included model, or a name on the Hub; None: the included target.
+        weights: whether a model of the Hub needs its weights, and not only its configuration and tokenizer.
 
     Raises:
-        OutriderError: there is no model of this name, it cannot be downloaded, or `name` is not a
-            name.
+        OutriderError: there is no model of this name, it cannot be downloaded, or `name` is not a name.
     """
     if name is None:
         return embedded("mini")

@@ -43,8 +43,7 @@ def context_length(config: Any) -> int:
     context = next((limit for name in names if (limit := getattr(text, name, None))), _DEFAULT_CONTEXT)
     for rope in _ropes(config):
         if rope.get("rope_type") == "longrope":
-            # The rotation of all keys changes beyond the original length, and cached keys would be
-            # wrong.
+            # The rotation of all keys changes beyond the original length, and cached keys would be wrong.
             context = min(context, int(rope.get("original_max_position_embeddings") or context))
     # In longer texts than `keep_window_size`, Doge hides keys by their values.
     return int(min(context, getattr(text, "keep_window_size", None) or context))

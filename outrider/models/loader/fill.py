@@ -41,9 +41,7 @@ def fill_model(
 
     Args:
         config: the configuration of transformers.
-        weights: the weights.
-        dtype: the type in which the model computes, and of all weights that are not in quantized
-            blocks.
+        dtype: the type in which the model computes, and of all weights that are not in quantized blocks.
         attention: the arguments that choose the attention of the model.
         factors: divisors of the rotary frequencies [R / 2]; None: there are none.
         widen: whether dense matrices keep their type, too. Parts of them are converted to `dtype`

@@ -16,8 +16,7 @@ from outrider.models.torch.tensor_files import INDEX, read_index
 
 _POINTER = b"version https://git-lfs"
 _PART = re.compile(r".*-\d+-of-\d+\.safetensors")
-# Architectures of transformers that write no text, from checkpoints whose model_type also has a
-# language model.
+# Architectures of transformers that write no text, from checkpoints whose model_type also has a language model.
 _OTHER_HEADS = re.compile(r".*For(\w*Classification|QuestionAnswering|MultipleChoice|\w*Reward\w*)")
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 # The kinds of folders without config.json, by the file that shows the kind.

@@ -44,8 +44,7 @@ def load_checkpoint(
         dtype: auto, float32, bfloat16 or float16. auto: see `choose_dtype`.
         device: auto, cpu, cuda, cuda:1, ... auto: the first GPU, or the CPU if there is none.
         kernels: auto, native, triton or torch: what will run the model. The best dtype depends on it.
-        tp: ranks of tensor parallelism. This process, which torchrun has started, loads its part of
-            the model.
+        tp: ranks of tensor parallelism. This process, which torchrun has started, loads its part of the model.
 
     Raises:
         OutriderError: the folder is missing or damaged, or is not a causal language model; or

@@ -19,13 +19,7 @@ _log = logging.getLogger("outrider")
 
 
 def make_target(
-    checkpoint: Checkpoint,
-    *,
-    slots: int,
-    context: int,
-    kernels: str = "auto",
-    bits: int = 16,
-    kv_dtype: str = AUTO,
+    checkpoint: Checkpoint, *, slots: int, context: int, kernels: str = "auto", bits: int = 16, kv_dtype: str = AUTO
 ) -> Target:
     """Make the target for a checkpoint.
 
@@ -33,9 +27,8 @@ def make_target(
         checkpoint: the loaded model.
         slots: maximum number of running sequences.
         context: tokens of a sequence.
-        kernels: native, triton, graphs (torch with CUDA graphs), torch or auto. auto chooses the
-            native kernels on a CPU and the Triton kernels on a GPU, if they support the dtype and
-            the model; else graphs.
+        kernels: native, triton, graphs (torch with CUDA graphs), torch or auto. auto chooses the native kernels on a
+            CPU and the Triton kernels on a GPU, if they support the dtype and the model; else graphs.
         bits: bits per weight of linear layers. 16 leaves them unchanged. 8 and 4 quantize them, in
             `checkpoint.model` as well.
         kv_dtype: auto or int8, as in `EngineConfig`. int8 needs the native kernels.
@@ -50,36 +43,15 @@ def make_target(
     on_torch = checkpoint.recurrent or checkpoint.source is not None or checkpoint.ranks > 1
     has_native_dtype = checkpoint.dtype in (torch.bfloat16, torch.float32)
     native = checkpoint.device.type == "cpu" and has_native_dtype and not on_torch
-    if kernels == "native" and not native:
-        raise OutriderError("the native kernels need a CPU, and bfloat16 or float32; use kernels auto, or dtype auto")
-    kv_int8 = kv_dtype != AUTO
-    if kv_int8 and not (native and kernels in ("auto", "native")):
-        raise OutriderError(
-            f"kv_dtype {kv_dtype} needs the native kernels, which run decoder-only attention models on a CPU in one"
-            " process; use device cpu, and kernels and dtype auto, or leave kv_dtype out"
-        )
-    if kernels == "triton" and on_torch:
-        raise UnsupportedModel("the Triton kernels run decoder-only attention models on one GPU; use kernels auto")
+    _check_kernels(kernels, kv_dtype, native=native, on_torch=on_torch)
+    sizes = {"slots": slots, "context": context, "bits": bits}
+    target: Target | None = None
     if kernels == "triton" or (kernels == "auto" and checkpoint.device.type == "cuda" and not on_torch):
-        try:
-            return _make_triton_target(checkpoint, slots=slots, context=context, bits=bits)
-        except UnsupportedModel as reason:
-            if kernels == "triton" or bits < 16:
-                way = "use kernels auto" if bits == 16 else "leave quantize out"
-                raise UnsupportedModel(f"{reason}; {way}") from reason
-            _log.info("running on torch: %s", reason)
-    if native and kernels != "torch":
-        from outrider.models.native.target import NativeTarget
-
-        try:
-            stored = torch.int8 if kv_int8 else None
-            return NativeTarget(checkpoint, slots=slots, context=context, bits=bits, kv_dtype=stored)
-        except UnsupportedModel as reason:
-            if kv_int8:
-                raise UnsupportedModel(f"{reason}; leave kv_dtype out") from reason
-            if kernels == "native":
-                raise UnsupportedModel(f"{reason}; use kernels auto") from reason
-            _report_fallback(reason)
+        target = _try_triton(checkpoint, required=kernels == "triton", **sizes)
+    elif native and kernels != "torch":
+        target = _try_native(checkpoint, kv_int8=kv_dtype != AUTO, required=kernels == "native", **sizes)
+    if target is not None:
+        return target
     in_blocks = types and not GROUP_KINDS.issuperset(types)  # integers of groups are dequantized for torch
     if in_blocks and checkpoint.dtype != torch.float32:
         raise UnsupportedModel(
@@ -89,7 +61,52 @@ def make_target(
         _log.warning("torch dequantizes the %s weights of this model in each pass, which is slow", ", ".join(types))
     from outrider.models.loader.make_torch import make_torch_target
 
-    return make_torch_target(checkpoint, slots=slots, context=context, bits=bits, record=kernels in ("auto", "graphs"))
+    return make_torch_target(checkpoint, record=kernels in ("auto", "graphs"), **sizes)
+
+
+def _check_kernels(kernels: str, kv_dtype: str, *, native: bool, on_torch: bool) -> None:
+    """Check the kernels against what the model needs.
+
+    Args:
+        native: whether device, dtype and kind of model are those of the native kernels.
+        on_torch: whether the model runs on torch only.
+    """
+    if kernels == "native" and not native:
+        raise OutriderError("the native kernels need a CPU, and bfloat16 or float32; use kernels auto, or dtype auto")
+    if kv_dtype != AUTO and not (native and kernels in ("auto", "native")):
+        raise OutriderError(
+            f"kv_dtype {kv_dtype} needs the native kernels, which run decoder-only attention models on a CPU in one"
+            " process; use device cpu, and kernels and dtype auto, or leave kv_dtype out"
+        )
+    if kernels == "triton" and on_torch:
+        raise UnsupportedModel("the Triton kernels run decoder-only attention models on one GPU; use kernels auto")
+
+
+def _try_triton(checkpoint: Checkpoint, *, required: bool, bits: int, **sizes: int) -> Target | None:
+    """Make a target on the Triton kernels; None: they do not run it, and are not `required`."""
+    try:
+        return _make_triton_target(checkpoint, bits=bits, **sizes)
+    except UnsupportedModel as reason:
+        if required or bits < 16:
+            way = "use kernels auto" if bits == 16 else "leave quantize out"
+            raise UnsupportedModel(f"{reason}; {way}") from reason
+        _log.info("running on torch: %s", reason)
+        return None
+
+
+def _try_native(checkpoint: Checkpoint, *, kv_int8: bool, required: bool, **sizes: int) -> Target | None:
+    """Make a target on the native kernels; None: they do not run it, and are not `required`."""
+    from outrider.models.native.target import NativeTarget
+
+    try:
+        return NativeTarget(checkpoint, kv_dtype=torch.int8 if kv_int8 else None, **sizes)
+    except UnsupportedModel as reason:
+        if kv_int8:
+            raise UnsupportedModel(f"{reason}; leave kv_dtype out") from reason
+        if required:
+            raise UnsupportedModel(f"{reason}; use kernels auto") from reason
+        _report_fallback(reason)
+        return None
 
 
 def _make_triton_target(checkpoint: Checkpoint, *, slots: int, context: int, bits: int) -> Target:

@@ -27,13 +27,13 @@ def make_torch_target(checkpoint: Checkpoint, *, slots: int, context: int, bits:
     """
     if bits < 16:
         quantize_model(checkpoint.model, bits)
+    recorder = _recorder(checkpoint) if record else None
     if checkpoint.source is not None:
         kind = EncoderDecoderTarget if checkpoint.source.speech is None else SpeechTarget
         target: Target = kind(checkpoint, slots=slots, context=context)
     elif checkpoint.recurrent:
-        target = RecurrentTarget(checkpoint, slots=slots, context=context)
+        target = RecurrentTarget(checkpoint, slots=slots, context=context, record=recorder)
     else:
-        recorder = _recorder(checkpoint) if record else None
         target = AttentionTarget(checkpoint, slots=slots, context=context, record=recorder)
     target.kernels += "" if bits == 16 else f" int{bits}"
     return target

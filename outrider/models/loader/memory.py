@@ -24,9 +24,8 @@ def check_memory(path: Path, size: int, device: torch.device) -> None:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     if free is not None and size > free:
         raise OutriderError(
-            f"the weights of {path} take {gigabytes(size)} in memory, and {gigabytes(free)} are"
-            " free; free some memory, use a smaller model or --quantize, or a machine with more"
-            " memory"
+            f"the weights of {path} take {gigabytes(size)} in memory, and {gigabytes(free)} are free; free some memory,"
+            " use a smaller model or --quantize, or a machine with more memory"
         )
 
 

@@ -1,7 +1,6 @@
 """The configuration of models that the native kernels run, read without transformers.
 
-Its names and values are those of transformers. Where a config.json is unusual, transformers reads
-it instead.
+Its names and values are those of transformers. Where a config.json is unusual, transformers reads it instead.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ _QWEN_VL: Mapping[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 80,
 }
-# The model types that are read here, and the values that transformers takes if config.json has
-# none.
+# The model types that are read here, and the values that transformers takes if config.json has none.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "gemma": {"tie_word_embeddings": True, "eos_token_id": 1, "hidden_act": _GELU},

@@ -56,8 +56,7 @@ class FolderWeights(Weights):
             stored: the weights, by their names in the files.
             sources: where each weight is.
             body: the module with the decoder layers.
-            dtype: the type of the model. Dense weights beside quantized blocks are float32, except
-                for tables.
+            dtype: the type of the model. Dense weights beside quantized blocks are float32, except for tables.
         """
         self.path = stored.path
         self.body = body
@@ -133,9 +132,8 @@ def name_weights(
     """Return weights by their names in transformers.
 
     Returns:
-        The weights; None if one is missing, or has another shape or type than expected, or the
-        kernels do not support the model. Then transformers reads the folder, or says what is wrong
-        with it.
+        The weights; None if one is missing, or has another shape or type than expected, or the kernels do not support
+        the model. Then transformers reads the folder, or says what is wrong with it.
 
     Raises:
         OutriderError: a quantized weight is damaged.

@@ -19,8 +19,7 @@ _READS = "Loading weights"  # the title of transformers for its loop over the we
 def quiet_transformers() -> Iterator[None]:
     """Hide warnings and progress bars of transformers.
 
-    They are about its own passes, such as missing packages that would make them faster. Outrider
-    reports errors itself.
+    They are about its own passes, such as missing packages that would make them faster. Outrider reports errors itself.
     """
     verbosity = transformers_logging.get_verbosity()
     shows_progress = transformers_logging.is_progress_bar_enabled()

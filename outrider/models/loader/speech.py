@@ -29,9 +29,8 @@ def read_speech_rules(path: Path, config: Any, generation: Any) -> SpeechRules:
     frames = 2 * config.max_source_positions  # the encoder has a convolution of stride 2
     if (extractor.feature_size, extractor.nb_max_frames) != (config.num_mel_bins, frames):
         raise OutriderError(
-            f"{path / 'preprocessor_config.json'} makes {extractor.nb_max_frames} frames of"
-            f" {extractor.feature_size} bins, and the model takes {frames} of"
-            f" {config.num_mel_bins}; copy both from one checkpoint"
+            f"{path / 'preprocessor_config.json'} makes {extractor.nb_max_frames} frames of {extractor.feature_size}"
+            f" bins, and the model takes {frames} of {config.num_mel_bins}; copy both from one checkpoint"
         )
     start = _setting(generation, config, "decoder_start_token_id")
     return SpeechRules(

@@ -37,8 +37,7 @@ def _read_full(path: Path) -> Any:
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             tokenizer._tokenizer = _with_text_markers(backend)
     except Exception as error:  # the tokenizers library raises bare Exceptions
-        # The message of transformers about a missing file has several lines, and names packages
-        # that would not help.
+        # The message of transformers about a missing file has several lines, and names packages that would not help.
         missing = not (path / "tokenizer.json").exists()
         reason = "there is no tokenizer.json" if missing else " ".join(str(error).split())
         raise OutriderError(f"{path} has no working tokenizer ({reason}); copy its tokenizer.json there") from error
@@ -145,9 +144,8 @@ def _with_text_markers(backend: Tokenizer) -> Tokenizer:
 def _restore_rules(tokenizer: Any, file: Path) -> None:
     """Let a tokenizer use the rules of its tokenizer.json.
 
-    Classes such as `LlamaTokenizer` and `GPT2Tokenizer` of transformers 5 replace these rules by
-    fixed ones. If a checkpoint names such a class and has other rules, its text would be split into
-    tokens that the model never saw.
+    Classes such as `LlamaTokenizer` and `GPT2Tokenizer` of transformers 5 replace these rules by fixed ones. If a
+    checkpoint names such a class and has other rules, its text would be split into tokens that the model never saw.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -11,11 +11,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    AutoConfig,
-)
+from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoConfig
 from transformers.distributed import DistributedConfig
 
 from outrider.core.source import SourceRules
@@ -127,7 +123,6 @@ def load_folder(path: Path, dtype: str, device: torch.device, *, kernels: str, t
     """Load a model folder with transformers. Arguments and errors are those of `load_checkpoint`.
 
     Args:
-        path: the folder.
         dtype: auto, float32, bfloat16 or float16.
         device: of this process.
         kernels: what will run the model.
@@ -285,9 +280,8 @@ def _read_config(path: Path) -> Any:
     if model_type is None:
         raise OutriderError(f"{path / 'config.json'} has no model_type; give the folder of a Hugging Face model")
     raise UnsupportedModel(
-        f"{path / 'config.json'} has model_type {model_type!r}, which transformers"
-        f" {transformers.__version__} does not support; update transformers (code in checkpoints is"
-        " never executed)"
+        f"{path / 'config.json'} has model_type {model_type!r}, which transformers {transformers.__version__} does not"
+        " support; update transformers (code in checkpoints is never executed)"
     )
 
 
@@ -320,8 +314,7 @@ def _check_family(config: Any) -> bool:
 def _hide_image_blocks(config: Any) -> None:
     """Let a model whose image tokens see each other use the causal mask, because texts have no image tokens.
 
-    Otherwise Gemma 4 Unified makes a mask from the tokens of one pass, and not of the whole
-    sequence.
+    Otherwise Gemma 4 Unified makes a mask from the tokens of one pass, and not of the whole sequence.
     """
     text = config.get_text_config(decoder=True)
     if getattr(text, "use_bidirectional_attention", None) == "vision":

@@ -17,11 +17,7 @@ def weight_shapes(config: Any) -> Shapes:
     """
     shape = Dimensions.of(config)
     table = (config.vocab_size, shape.hidden)
-    shapes: Shapes = {
-        "model.embed_tokens.weight": table,
-        "model.norm.weight": (shape.hidden,),
-        "lm_head.weight": table,
-    }
+    shapes: Shapes = {"model.embed_tokens.weight": table, "model.norm.weight": (shape.hidden,), "lm_head.weight": table}
     common = _attention_shapes(config, shape)
     routing = shape.routing
     for i in range(shape.layers):

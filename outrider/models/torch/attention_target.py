@@ -41,8 +41,7 @@ from outrider.models.torch.submodel import (
 )
 
 _log = logging.getLogger("outrider")
-# Bytes of one logit during the largest recorded pass: in the dtype of the weights for all passes,
-# and twice as float32.
+# Bytes of one logit during the largest recorded pass: in the dtype of the weights for all passes, and twice as float32.
 _LOGIT_BYTES = 10
 
 
@@ -56,18 +55,10 @@ class AttentionTarget:
 
     _prepacks = True  # whether linear layers are packed, if the machine has kernels for that
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        slots: int,
-        context: int,
-        record: Recorder | None = None,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, record: Recorder | None = None) -> None:
         """Prepare for `slots` sequences of up to `context` tokens.
 
-        With `record`, passes of fixed shapes are recorded as graphs, if the model allows it (see
-        `Graphs`).
+        With `record`, passes of fixed shapes are recorded as graphs, if the model allows it (see `Graphs`).
         """
         self.vocab = checkpoint.vocab
         self.device = checkpoint.device

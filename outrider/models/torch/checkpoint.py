@@ -53,8 +53,7 @@ class LazyModel:
 
         Args:
             make: makes the model.
-            make_reference: makes the same model for a comparison: it computes in float32, and takes
-                little memory.
+            make_reference: makes the same model for a comparison: it computes in float32, and takes little memory.
         """
         self._make = make
         self._make_reference = make_reference

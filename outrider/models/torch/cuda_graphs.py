@@ -49,6 +49,7 @@ from outrider.models.torch.graph_buckets import (
     work,
 )
 from outrider.models.torch.graph_check import Pass, compare
+from outrider.models.torch.recurrent.fixed import FixedCommit
 from outrider.models.torch.rounding import TRIALS
 from outrider.models.torch.static_pass import Bucket, StaticModel, StaticPass
 from outrider.runtime.ranks import all_ranks, seconds_of_first_rank
@@ -76,6 +77,7 @@ class _Recorded:
 
     buffers: StaticPass
     replay: Callable[[], Any]
+    commit: FixedCommit | None  # of recurrent layers
     compiled: bool  # whether its layers are compiled
     seconds: float = 0.0  # of a replay; 0: not measured, because the pass has no steps
     eager_seconds: float = 0.0  # of the same operations without the recording
@@ -100,7 +102,8 @@ class Graphs:
 
     def __init__(self, model: StaticModel, *, slots: int, record: Recorder) -> None:
         self.seconds = 0.0  # time of recording, including compilation
-        self.compiled: bool | None = None  # whether the layers compile; None: not tried
+        # Whether the layers compile; None: not tried. Recurrent layers do not: they keep what they stage.
+        self.compiled: bool | None = False if model.states else None
         self._model = model
         self._slots = slots
         self._record = record
@@ -122,6 +125,8 @@ class Graphs:
 
     def score(self, batch: Batch, draft: Draft, first: int, eager: Callable[[], Scores]) -> Scores | None:
         """Run `Target.score` as a recorded pass. None: no bucket fits. `eager` is the pass without recording."""
+        if not self._model.takes(batch, first):
+            return None
         scored = Pass(batch, draft, first)
         has_feed = first < 0
         num_nodes = draft.size - max(first, 0) + has_feed
@@ -132,7 +137,7 @@ class Graphs:
             return None
         recorded.buffers.fill(batch, draft, first)
         self._model.cache.reserve(batch, draft.width, first)
-        logits, best, node_states, token_states = recorded.replay()
+        logits, best, node_states, token_states, _ = self._replay(recorded, batch, draft.width)
         batch_size = len(batch.seqs)
         # The results are copied, because the next pass writes to the same memory.
         feed_states = {}
@@ -148,6 +153,8 @@ class Graphs:
 
     def draft_greedy(self, batch: Batch, vocab: int) -> torch.Tensor | None:
         """Run `Target.draft_greedy` as a recorded pass. None: no bucket fits."""
+        if not self._model.takes(batch, -1):
+            return None
         steps = max(batch.draft_budget)
         columns = max(2, *map(len, batch.feed))
         written = [budget - 1 for budget in batch.draft_budget]  # the last draft token is not written to the cache
@@ -156,7 +163,16 @@ class Graphs:
             return None
         recorded.buffers.fill(batch, empty(len(batch.seqs), self._model.cache.device), -1)
         self._model.cache.reserve(batch, written)
-        return recorded.replay()[: len(batch.seqs), :steps].clone()  # type: ignore[no-any-return]
+        tokens: torch.Tensor = self._replay(recorded, batch, written).tokens
+        return tokens[: len(batch.seqs), :steps].clone()
+
+    def _replay(self, recorded: _Recorded, batch: Batch, draft_sizes: Sequence[int]) -> Any:
+        """Run a recorded pass over `draft_sizes` [B] draft tokens of each sequence, and keep it for the commit."""
+        out = recorded.replay()
+        if recorded.commit is not None:
+            bucket = recorded.buffers.bucket
+            recorded.commit.adopt(batch, draft_sizes, bucket.columns if bucket.steps else None)
+        return out
 
     @torch.inference_mode()
     def warm(
@@ -272,6 +288,7 @@ class Graphs:
         start = perf_counter()
         buffers: StaticPass | None = None
         replay: Callable[[], Any] | None = None
+        commit: FixedCommit | None = None
         failure = _Failure("another rank cannot record it")
         self._model.compiled = compiled
         try:
@@ -279,6 +296,8 @@ class Graphs:
             run = buffers.draft_greedy if bucket.steps else buffers.score
             with _compiler_settings() if compiled else nullcontext():
                 replay = self._record(run)
+            if states := self._model.states:
+                commit = FixedCommit(states, replay().staged, self._record)
         except torch.OutOfMemoryError as reason:
             failure = _Failure(str(reason), no_memory=True)
         except (RuntimeError, UnsupportedModel) as reason:
@@ -292,7 +311,7 @@ class Graphs:
             return failure._replace(no_memory=no_memory, for_all=not all_ranks(not failure.for_all))
         assert buffers is not None
         assert replay is not None
-        recorded = _Recorded(buffers=buffers, replay=replay, compiled=compiled)
+        recorded = _Recorded(buffers=buffers, replay=replay, commit=commit, compiled=compiled)
         if bucket.steps:
             self._measure(recorded, seconds_of_first_rank(took))
         self.compiled = compiled or self.compiled

@@ -48,7 +48,6 @@ def by_block(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> 
     """Return the scale of each weight in float32, from scales of blocks [outputs / rows, inputs / columns].
 
     Args:
-        scale: the scales.
         shape: of the matrix, whose last blocks may be smaller.
         block: rows and columns of a block.
     """

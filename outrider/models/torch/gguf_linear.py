@@ -63,7 +63,6 @@ class BlockWeight:
         """Refer to `data` [rows, bytes per row] of the type `kind`, such as "Q4_K".
 
         Args:
-            data: the blocks.
             kind: their type.
             columns: values of a row.
             order: [rows] the row of `data` of each row; None: the same.
@@ -148,12 +147,10 @@ class BlockLinear(nn.Module):
         return self.blocks.dequantize().to(self.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # A part of the rows is dequantized at a time: an LM head may have more values than fit into
-        # the memory.
+        # A part of the rows is dequantized at a time: an LM head may have more values than fit into the memory.
         rows, columns = self.blocks.shape
         size = max(_VALUES // columns, 1) if isinstance(self.blocks, BlockWeight | DenseWeight) else rows
-        # Outputs that stay between freed parts would keep the allocator from using their memory
-        # again.
+        # Outputs that stay between freed parts would keep the allocator from using their memory again.
         out = x.new_empty(*x.shape[:-1], rows)
         for begin in range(0, rows, size):
             part = slice(begin, begin + size)

@@ -30,7 +30,6 @@ class MadeWeight:
         """Refer to `parts`, some of them in blocks.
 
         Args:
-            parts: the matrices.
             shapes: their shapes. Matrices in blocks have all but the last dimension as rows.
             make: returns the matrix from the dequantized parts.
         """

@@ -69,8 +69,7 @@ class Groups:
     words: torch.Tensor  # [outputs, inputs * bits / 32] int32, with consecutive integers from the lowest bits on
     scale: torch.Tensor  # [outputs, groups] of any float dtype
     zero: torch.Tensor | None = None  # [outputs, groups] int16; None: the middle of the integers
-    # Whether the words are [inputs, outputs / 8] and have eight outputs of 4 bits in the order 0 2
-    # 4 6 1 3 5 7.
+    # Whether the words are [inputs, outputs / 8] and have eight outputs of 4 bits in the order 0 2 4 6 1 3 5 7.
     by_input: bool = False
 
     def __post_init__(self) -> None:

@@ -1,8 +1,7 @@
 """Pack weights into the blocked layout of oneDNN's bfloat16 kernels.
 
-The memory bandwidth for the weights limits a decode step. torch's bfloat16 linear layer reorders
-the weights in every call and reaches about half of the bandwidth. If they are reordered once,
-oneDNN reaches almost all of it.
+The memory bandwidth for the weights limits a decode step. torch's bfloat16 linear layer reorders the weights in every
+call and reaches about half of the bandwidth. If they are reordered once, oneDNN reaches almost all of it.
 """
 
 from __future__ import annotations

@@ -10,9 +10,15 @@ from outrider.core.cache import Layout
 from outrider.models.torch.attention import CacheReader
 from outrider.models.torch.attention_target import AttentionTarget
 from outrider.models.torch.checkpoint import Checkpoint
+from outrider.models.torch.cuda_recorder import Recorder
 from outrider.models.torch.recurrent.cache import RecurrentCache
 from outrider.models.torch.recurrent.registry import LAYERS, replace_layers
+from outrider.models.torch.static_pass import SpareCache
 from outrider.models.torch.submodel import layer_stack
+
+
+class _SpareRecurrentCache(RecurrentCache, SpareCache):
+    """The cache of recorded passes."""
 
 
 class RecurrentTarget(AttentionTarget):
@@ -29,12 +35,12 @@ class RecurrentTarget(AttentionTarget):
     make_requantized = None  # type: ignore[assignment]
     _memory: RecurrentCache
 
-    def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int) -> None:
-        super().__init__(checkpoint, slots=slots, context=context)
+    def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, record: Recorder | None = None) -> None:
+        super().__init__(checkpoint, slots=slots, context=context, record=record)
         self._memory.states.layers = replace_layers(checkpoint.model, self._memory.states)
 
     def _make_cache(self, **settings: Any) -> RecurrentCache:
-        return RecurrentCache(**settings)
+        return (_SpareRecurrentCache if self._recorder else RecurrentCache)(**settings)
 
     def _attention_layers(self) -> int:
         """Return at most the number of attention layers: layers may share a module."""

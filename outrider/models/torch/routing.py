@@ -63,9 +63,8 @@ def observed_experts(model: Any) -> Iterator[list[torch.Tensor]]:
 def prescribed_experts(model: Any, choices: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Make the routers choose these experts, if they differ from the routers' own choice.
 
-    An expert that takes the place of another gets its weight. This is right where rounding decides
-    between the two, because their logits are then nearly equal. Routers that do not choose the
-    largest logits keep their own choice.
+    An expert that takes the place of another gets its weight. This is right where rounding decides between the two,
+    because their logits are then nearly equal. Routers that do not choose the largest logits keep their own choice.
 
     Args:
         model: a model of transformers.

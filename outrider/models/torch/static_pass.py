@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +21,9 @@ from outrider.core.types import Batch, Draft, DraftBudget
 from outrider.errors import UnsupportedModel
 from outrider.models.cache.static import StaticCache
 from outrider.models.torch.attention import Fixed, MaskRule, has_grouped_kernel
+from outrider.models.torch.recurrent.fixed import FixedRun, StagedRows, tree_rows
+from outrider.models.torch.recurrent.rows import chain_rows, chunk_ends
+from outrider.models.torch.recurrent.states import RecurrentStates
 
 
 class SpareCache(StaticCache):
@@ -123,13 +127,14 @@ class _Layer:
     A compiled layer receives only tensors, so equal layers share one compilation.
     """
 
-    def __init__(self, layer: Any, cache: SpareCache) -> None:
+    def __init__(self, layer: Any, cache: SpareCache, *, may_lack_keys: bool) -> None:
         indexed = [module for module in layer.modules() if isinstance(getattr(module, "layer_idx", None), int)]
         if len({module.layer_idx for module in indexed}) != 1:
             raise UnsupportedModel("its layers have no unique layer_idx")
         self._sharing = max(getattr(module, "num_key_value_groups", 1) for module in indexed)
         self.index: int = indexed[0].layer_idx
         self._cache = cache
+        self._may_lack_keys = may_lack_keys  # whether the model has recurrent layers
         self._eager = layer.forward
         self._grouped: bool | None = None  # `has_grouped_kernel`; None: not tried
         self._compiled: Callable[..., Any] | None = None
@@ -140,13 +145,15 @@ class _Layer:
             return self._eager(*args, **kwargs)
         mask_rules = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, MaskRule)}
         cached = self._cache.of(self.index)
-        if len(mask_rules) > 1 or cached is None:
+        if len(mask_rules) > 1 or (cached is None and not self._may_lack_keys):
             raise UnsupportedModel("its layers use several attention masks at once")
-        mask = stage.mask(mask_rules.pop() if mask_rules else None, self._sharing)
-        keys, values = cached
-        if self._grouped is None:
-            self._grouped = has_grouped_kernel(keys, self._sharing)
-        kwargs["kv"] = Fixed(keys=keys, values=values, entries=stage.entries, mask=mask, grouped=self._grouped)
+        kwargs["kv"] = None
+        if cached is not None:
+            mask = stage.mask(mask_rules.pop() if mask_rules else None, self._sharing)
+            keys, values = cached
+            if self._grouped is None:
+                self._grouped = has_grouped_kernel(keys, self._sharing)
+            kwargs["kv"] = Fixed(keys=keys, values=values, entries=stage.entries, mask=mask, grouped=self._grouped)
         args = tuple(None if isinstance(arg, MaskRule) else arg for arg in args)
         kwargs = {name: None if isinstance(arg, MaskRule) else arg for name, arg in kwargs.items()}
         return self._function(stage)(*args, **kwargs)
@@ -173,7 +180,9 @@ class StaticModel:
         Raises:
             UnsupportedModel: the layers have no index.
         """
-        wrapped = [_Layer(layer, cache) for layer in layers]
+        # The cache of a model with recurrent layers has their states.
+        self.states: RecurrentStates | None = getattr(cache, "states", None)
+        wrapped = [_Layer(layer, cache, may_lack_keys=self.states is not None) for layer in layers]
         self.layers = tuple(wrapper.index for wrapper in wrapped)
         if len(set(self.layers)) < len(wrapped):
             raise UnsupportedModel("its layers have no unique layer_idx")
@@ -190,7 +199,18 @@ class StaticModel:
 
     def ready(self) -> bool:
         """Return whether the cache is allocated."""
+        if states := self.states:  # layers without recurrence may have neither keys nor states
+            return states.ready()
         return all(self.cache.of(layer) is not None for layer in self.layers)
+
+    def takes(self, batch: Batch, first: int) -> bool:
+        """Return whether a pass of fixed shape can do what the eager pass does in recurrent layers.
+
+        Chunks of prompts are folded into the states, and snapshots are kept of them. Passes that
+        extend others are eager.
+        """
+        feeds = zip(batch.start, batch.feed, strict=True)
+        return self.states is None or (first < 0 and not any(chunk_ends(start, len(feed)) for start, feed in feeds))
 
     def hold(self, logits: torch.Tensor) -> torch.Tensor:
         """Copy logits [N, V] to memory that all passes share, since only one of them runs at a time."""
@@ -208,19 +228,37 @@ class StaticModel:
         """Return the bytes of the memory of `hold`."""
         return 0 if self._logits is None else self._logits.nbytes
 
-    def forward(self, tokens: torch.Tensor, stage: Stage, keep: torch.Tensor) -> torch.Tensor:
-        """Return the logits [K, V] of the columns `keep` [K] of `tokens` [R, L]."""
+    def forward(self, tokens: torch.Tensor, stage: Stage, keep: torch.Tensor, run: FixedRun | None) -> torch.Tensor:
+        """Return the logits [K, V] of the columns `keep` [K] of `tokens` [R, L]. `run` is that of recurrent layers."""
         ids = tokens.clamp(0, self._embeddings - 1).view(1, -1)
-        out = self.model(
-            input_ids=ids,
-            position_ids=stage.positions.reshape(1, -1),
-            # With a mask, transformers does not try to detect packed sequences itself.
-            attention_mask=torch.ones_like(ids),
-            use_cache=False,
-            kv=stage,
-            **({"logits_to_keep": keep} if self._selects_logits else {}),
-        ).logits[0]
+        with run.running(stage.positions.flatten()) if run else nullcontext():
+            out = self.model(
+                input_ids=ids,
+                position_ids=stage.positions.reshape(1, -1),
+                # With a mask, transformers does not try to detect packed sequences itself.
+                attention_mask=torch.ones_like(ids),
+                use_cache=False,
+                kv=stage,
+                **({"logits_to_keep": keep} if self._selects_logits else {}),
+            ).logits[0]
         return out if self._selects_logits else out[keep]  # type: ignore[no-any-return]
+
+
+class Scored(NamedTuple):
+    """What a scoring pass returns."""
+
+    logits: torch.Tensor  # [R, L, V], by sequence and node
+    best: torch.Tensor  # [R, L] likeliest ids
+    node_states: dict[int, torch.Tensor]  # exported outputs [R, L, H]
+    token_states: dict[int, torch.Tensor]  # the same of all tokens, by slot
+    staged: StagedRows | None  # of recurrent layers
+
+
+class Drafted(NamedTuple):
+    """What a drafting pass returns."""
+
+    tokens: torch.Tensor  # [R, steps] in batch order
+    staged: StagedRows | None  # of recurrent layers
 
 
 class StaticPass:
@@ -252,13 +290,8 @@ class StaticPass:
             if self.bucket.trees:
                 self._parents[:batch_size, :count] = draft.parent[:, :count]
 
-    def score(self) -> tuple[torch.Tensor, torch.Tensor, dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Run the pass.
-
-        Returns:
-            Logits [R, L, V], likeliest ids [R, L] and exported outputs [R, L, H], by sequence and
-            node; and the exported outputs of all tokens, by slot.
-        """
+    def score(self) -> Scored:
+        """Run the pass."""
         source, entries, base, nodes, _, _ = self._parts()
         is_drafted = source < 0
         draft_index = (~source).clamp(min=0)
@@ -266,26 +299,46 @@ class StaticPass:
         stage = self._stage(entries)
         if self.bucket.trees:
             self._restrict_to_ancestors(stage, is_drafted, draft_index, base)
-        logits = self._model.hold(self._model.forward(tokens, stage, nodes.flatten())).view(*nodes.shape, -1)
+        run = self._begin_run(entries, is_drafted, draft_index)
+        logits = self._model.hold(self._model.forward(tokens, stage, nodes.flatten(), run)).view(*nodes.shape, -1)
         best = logits.argmax(-1).masked_fill(~logits.amax(-1).isfinite(), -1)
         outputs = self._model.outputs.items()
         node_states = {layer: out[0, nodes] for layer, out in outputs}
         token_states = {layer: out[0].view(*entries.shape, -1) for layer, out in outputs}
-        return logits, best, node_states, token_states
+        return Scored(logits, best, node_states, token_states, run.staged() if run else None)
 
-    def draft_greedy(self) -> torch.Tensor:
-        """Draft greedily and return the tokens [R, steps] in batch order."""
+    def draft_greedy(self) -> Drafted:
+        """Draft greedily."""
         source, entries, base, _, budget, slots = self._parts()
         rows = torch.arange(len(slots), device=slots.device)
         vocab = self.bucket.vocab or None
-        last = rows * self.bucket.columns + ((entries < self._spare).sum(1) - 1).clamp(min=0)
-        logits = self._model.forward(source, self._stage(entries), last)
+        run = self._begin_run(entries, source < 0, source)
+        last = self._feed_end(entries)
+        logits = self._model.forward(source, self._stage(entries), rows * self.bucket.columns + last, run)
         tokens = [logits[:, :vocab].argmax(-1)]
         for step in range(1, self.bucket.steps):
+            if run:
+                run.add_tokens(last)
+                last = torch.full_like(last, self.bucket.columns + step - 1)
             entries = (base + step - 1).masked_fill(budget <= step, self._spare)[:, None]
-            logits = self._model.forward(tokens[-1][:, None], self._stage(entries), rows)
+            logits = self._model.forward(tokens[-1][:, None], self._stage(entries), rows, run)
             tokens.append(logits[:, :vocab].argmax(-1))
-        return torch.stack(tokens, 1)[slots]
+        return Drafted(torch.stack(tokens, 1)[slots], run.staged() if run else None)
+
+    def _begin_run(self, entries: torch.Tensor, is_drafted: torch.Tensor, draft_index: torch.Tensor) -> FixedRun | None:
+        """Begin a run of the recurrent layers; None: there are none. The arguments are [R, L], as in `score`."""
+        states = self._model.states
+        if states is None:
+            return None
+        if not self.bucket.trees:
+            rows, size = entries.shape
+            return FixedRun(states, chain_rows(rows, size, entries.device))
+        feed_end = self._feed_end(entries.masked_fill(is_drafted, self._spare))
+        return FixedRun(states, tree_rows(is_drafted, draft_index, self._parents, feed_end))
+
+    def _feed_end(self, entries: torch.Tensor) -> torch.Tensor:
+        """Return [R]: the last token of each feed, from where the tokens of the feeds are written [R, L]."""
+        return ((entries < self._spare).sum(1) - 1).clamp(min=0)
 
     def _parts(self) -> list[torch.Tensor]:
         """Return views of the integers, in the order of `round_integers`."""

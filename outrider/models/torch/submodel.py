@@ -104,11 +104,7 @@ def shared_weights(model: Any) -> SharedWeights:
 
 @torch.no_grad()
 def _norm_factors(norm: Any, epsilon: float) -> torch.Tensor:
-    """Return the factors by which an RMS norm multiplies. Gemma, Qwen3-Next and Qwen3.5 store them minus 1.
-
-    Raises:
-        OutriderError: the norm does more than multiply by its weights, or by its weights plus 1.
-    """
+    """Return the factors by which an RMS norm multiplies. Gemma, Qwen3-Next and Qwen3.5 store them minus 1."""
     weight: torch.Tensor = norm.weight
     expected = weight.float()
     measured = norm(torch.ones_like(expected)).float() * (1 + epsilon) ** 0.5

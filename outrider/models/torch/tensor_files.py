@@ -75,8 +75,7 @@ class MappedTensor:
 def map_file(path: Path) -> mmap.mmap:
     """Map a file into memory. An OSError or ValueError says that it is missing or empty."""
     with path.open("rb") as content:
-        # Private and writable, since torch warns of memory that is not writable. Nothing writes to
-        # it.
+        # Private and writable, since torch warns of memory that is not writable. Nothing writes to it.
         return mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
@@ -88,7 +87,6 @@ class TensorFiles(Weights):
 
         Args:
             path: the folder or file, for messages.
-            files: the files with the tensors.
 
         Raises:
             OutriderError: a file is missing or damaged.
@@ -118,11 +116,7 @@ class TensorFiles(Weights):
         return name in self._tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a tensor.
-
-        Raises:
-            OutriderError: there is none of this name, or torch has no such type.
-        """
+        """Return a tensor. Raises OutriderError if there is none of this name, or torch has no such type."""
         tensor = self._find(name)
         if tensor.kind not in DTYPES:
             raise OutriderError(f"{name} in {self.path} has the type {tensor.kind}, which is not supported; {_FIX}")
@@ -154,11 +148,7 @@ class TensorFiles(Weights):
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Return the file of each tensor from an index of files.
-
-    Raises:
-        OutriderError: it cannot be read.
-    """
+    """Return the file of each tensor from an index of files. Raises OutriderError if it cannot be read."""
     try:
         weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}

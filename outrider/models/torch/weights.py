@@ -79,8 +79,7 @@ def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torc
     """Check that new values fit the weights of a model.
 
     Args:
-        weights: the new values, by name. They may have any float dtype; a target converts them to
-            its own.
+        weights: the new values, by name. They may have any float dtype; a target converts them to its own.
         shapes: the shapes of the weights of the model, by name.
 
     Raises:
@@ -119,9 +118,8 @@ def finite_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> d
         # all values.
         if value.numel() and not all(map(torch.isfinite, torch.aminmax(converted[name]))):
             raise OutriderError(
-                f"{name} has values that are NaN or infinite in"
-                f" {str(dtype).removeprefix('torch.')}; the old weights stay in use. Check the last"
-                " step of the training"
+                f"{name} has values that are NaN or infinite in {str(dtype).removeprefix('torch.')}; the old weights"
+                " stay in use. Check the last step of the training"
             )
     return converted
 

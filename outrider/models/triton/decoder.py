@@ -218,7 +218,7 @@ class Decoder:
             return linear(inputs, weight, residual=hidden, bias=bias)
         out = linear(inputs, weight, bias=bias)
         if post_norm is not None:
-            out, _ = rms_norm(out, post_norm, self.shape.epsilon)
+            out = rms_norm(out, post_norm, self.shape.epsilon)
         return torch.add(hidden, out, alpha=scale)
 
     def _factors(self, layer: _Layer, name: str | None) -> Norm | None:

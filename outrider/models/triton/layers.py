@@ -135,40 +135,21 @@ def _rotate_and_write(
             tl.store(entries + block * BLOCK_STRIDE + place * D + channel, result, mask=exists)
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the RMSNorm of x [T, H], or of x + residual, and what it is the norm of (x or the sum), both [T, H].
-
-    The bits of a row do not depend on the number of rows.
-    """
-    total = x if residual is None else torch.empty_like(x)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Return the RMSNorm of x, [T, H]. The bits of a row do not depend on the number of rows."""
     out = torch.empty_like(x)
-    _rms_norm[(len(x),)](
-        x,
-        residual,
-        weight,
-        total,
-        out,
-        epsilon,
-        WIDTH=x.shape[1],
-        PADDED=triton.next_power_of_2(x.shape[1]),
-        num_warps=8,
-    )
-    return out, total
+    width = x.shape[1]
+    _rms_norm[(len(x),)](x, weight, out, epsilon, WIDTH=width, PADDED=triton.next_power_of_2(width), num_warps=8)
+    return out
 
 
 @triton.jit
-def _rms_norm(x, residual, weight, total, out, epsilon, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def _rms_norm(x, weight, out, epsilon, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """Norm one row."""
     channel = tl.arange(0, PADDED)
     exists = channel < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + channel
     row = tl.load(x + place, mask=exists, other=0.0)
-    if residual is not None:
-        # The rounded sum is what the next layers read, so the norm is that of the rounded sum.
-        row = (row.to(tl.float32) + tl.load(residual + place, mask=exists, other=0.0).to(tl.float32)).to(row.dtype)
-        tl.store(total + place, row, mask=exists)
     wide = row.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon)
     normed = wide * scale * tl.load(weight + channel, mask=exists, other=0.0).to(tl.float32)

@@ -130,7 +130,8 @@ def _launches(
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
     group = quantized.group if quantized else 0
     bits = 8 * values.itemsize if values.shape[1] == inputs else 4
-    tile = tile or choose_tile(rows, outputs, bits, grouped=group > 0, input_bytes=x.itemsize)
+    shifted = quantized is not None and quantized.zero is not None and quantized.zero.is_floating_point()
+    tile = tile or choose_tile(rows, outputs, bits, grouped=group > 0, shifted=shifted, input_bytes=x.itemsize)
     out = x.new_empty(rows, outputs // 2 if gate else outputs, dtype=out_dtype or x.dtype)
     scale = quantized and quantized.scale
     weights = (x, values, scale, quantized and quantized.zero, norm and norm.weight)
@@ -173,7 +174,9 @@ def _launches(
     return out, [*launches, finish]
 
 
-def choose_tile(rows: int, outputs: int, bits: int, *, grouped: bool, input_bytes: int = 2) -> Tile:
+def choose_tile(
+    rows: int, outputs: int, bits: int, *, grouped: bool, shifted: bool = False, input_bytes: int = 2
+) -> Tile:
     """Return the tile of a product of `rows` rows. It changes the time of the product and not its bits.
 
     The inputs of a program pass through the L2 cache once for each `Tile.outputs` rows of the weight. For few rows they
@@ -185,12 +188,20 @@ def choose_tile(rows: int, outputs: int, bits: int, *, grouped: bool, input_byte
         outputs: rows of the weight.
         bits: of a weight in memory.
         grouped: whether scales belong to groups of inputs, whose sums take registers of their own.
+        shifted: whether groups have a minimum, whose product takes more registers.
         input_bytes: of an input.
     """
     if rows <= 16 or input_bytes == 4:
-        size = 16 if outputs < 3072 or input_bytes == 4 else 64 if rows > 8 and outputs > 64 * _PROGRAMS else 32
+        size = (
+            16
+            if outputs < 3072 or input_bytes == 4
+            else 64
+            if rows > 8 and outputs > 64 * _PROGRAMS and not shifted
+            else 32
+        )
         return _staged(size, 8 if rows <= 8 or input_bytes == 4 else 16, 4, "parallel", bits, input_bytes)
-    sizes = [each for each in _WIDE[min(256, triton.next_power_of_2(rows))] if not grouped or each[0] <= 128]
+    most_rows = 32 if shifted else min(256, triton.next_power_of_2(rows))
+    sizes = [each for each in _WIDE[most_rows] if not grouped or each[0] <= 128]
     enough = (each for each in sizes if 4 * triton.cdiv(outputs, each[0]) * triton.cdiv(rows, each[1]) >= _PROGRAMS)
     size, tile_rows, warps = next(enough, sizes[-1])
     return _staged(size, tile_rows, warps, "split", bits, input_bytes)
@@ -274,9 +285,12 @@ def _expand(
         inside = (n < outputs) & (k < inputs)
         w = _floats((q >> 4 if half else q & 15) if KIND == "int4" else q, KIND, tl.float32)
         place = k // GROUP * tl.cdiv(outputs, SCALE_ROWS) + n // SCALE_ROWS if GROUP else n + k * 0
-        if zero is not None:
-            w -= tl.load(zero + place, mask=inside, other=0).to(tl.float32)
-        w *= tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
+        if zero is None:
+            w *= factor
+        else:
+            least = tl.load(zero + place, mask=inside, other=0).to(tl.float32)
+            w = w * factor - least if zero.dtype.element_ty == tl.float32 else (w - least) * factor
         tl.store(out + n.to(tl.int64) * inputs + k, w.to(out.dtype.element_ty), mask=inside)
 
 
@@ -435,6 +449,7 @@ def _sum_products(
     CHUNK: tl.constexpr = 64  # those of a chain
     HALVES: tl.constexpr = 2 if KIND == "int4" or GROUP == 32 else 1
     PACKED: tl.constexpr = 2 if KIND == "int4" else 1  # inputs of a byte
+    SHIFTED: tl.constexpr = _is_float(zero)  # whether `zero` is subtracted from the weights, and not from the integers
     present = (t < rows)[None, None, :]
     place = weights // SCALE_ROWS
     groups = tl.cdiv(outputs, SCALE_ROWS)
@@ -463,7 +478,7 @@ def _sum_products(
         inside = _inside(start + k, inputs, EVEN)
         low = _read(values + start // PACKED, _inside(start + k[:, None, :], inputs, EVEN))
         a, squares = _read_rows(x + start, norm_k, start, present, inside, squares)
-        total = _add(total, low & 15 if KIND == "int4" else low, a, this_scale, this_zero, KIND, GROUP)
+        total = _add(total, low & 15 if KIND == "int4" else low, a, this_scale, this_zero, KIND, GROUP, SHIFTED)
         if HALVES == 2:
             if GROUP == 32:
                 this_scale = next_high_scale
@@ -477,7 +492,7 @@ def _sum_products(
                 else _read(values + (start + 32), _inside(start + 32 + k[:, None, :], inputs, EVEN))
             )
             a, squares = _read_rows(x + (start + 32), norm_k, start + 32, present, inside, squares)
-            total = _add(total, high, a, this_scale, this_zero, KIND, GROUP)
+            total = _add(total, high, a, this_scale, this_zero, KIND, GROUP, SHIFTED)
     return total, squares
 
 
@@ -545,17 +560,27 @@ def _read_groups(table, k, place, groups, inputs, GROUP: tl.constexpr):
     return numbers
 
 
+@triton.constexpr_function
+def _is_float(table):
+    """Return whether a table of numbers, if there is one, has floats."""
+    return table is not None and table.dtype.element_ty == tl.float32
+
+
 @triton.jit
-def _add(total, q, a, scale, zero, KIND: tl.constexpr, GROUP: tl.constexpr):
+def _add(total, q, a, scale, zero, KIND: tl.constexpr, GROUP: tl.constexpr, SHIFTED: tl.constexpr):
     """Return sums [B, N, ROWS] plus the products of weights [B, N, K] and inputs [B or 1, K, ROWS]."""
     w = _floats(q, KIND, a.dtype)
     a = a.broadcast_to(w.shape[0], a.shape[1], a.shape[2])
     if GROUP == 0:
         total = tl.dot(w, a, total, input_precision="ieee")
     else:
-        if zero.type.is_block():
+        if zero.type.is_block() and not SHIFTED:
             w -= zero[:, :, None].to(w.dtype)  # exact: both are whole numbers below 256
         total += tl.dot(w, a, input_precision="ieee") * scale[:, :, None]
+        if SHIFTED:
+            # A product with ones sums the inputs in the same order in each tile. The ones are made of the weights, so
+            # that both products read the inputs in the same layout, and the compiler loads them ahead.
+            total -= tl.dot(w * 0.0 + 1.0, a, input_precision="ieee") * zero[:, :, None]
     return total
 
 

@@ -19,20 +19,20 @@ from outrider.models.torch.fp8_weight import Fp8, Fp8Weight
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.group_weight import Groups, GroupWeight
 from outrider.models.torch.quantize import group_size, to_integers
+from outrider.models.triton import gguf
 
 _CHUNK = 64  # inputs that int4 packs together
-_GGUF = ("Q4_0", "Q8_0")  # blocks of 32 inputs with a scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
-    """A weight [N, K]: (value - zero) * scale."""
+    """A weight [N, K]: (value - zero) * scale, or value * scale - zero if `zero` is float32."""
 
     kind: str  # "fp8", "int8" or "int4"
     shape: torch.Size
     values: torch.Tensor  # [N, K] uint8; int4: [N, 32 * ceil(K / 64)]
     scale: torch.Tensor  # [N] or [groups, ceil(N / scale_rows)] of any float dtype
-    zero: torch.Tensor | None = None  # [groups, N] of whole numbers, where the middle of the integers is 0
+    zero: torch.Tensor | None = None  # [groups, N]; of integers, where the middle of the values is 0
     group: int = 0  # inputs that share a scale: 32 or a multiple of 64; 0: all
     scale_rows: int = 1  # outputs that share a scale
 
@@ -63,9 +63,11 @@ class QuantizedWeight:
         else:
             halves = self.values.view(len(self.values), -1, _CHUNK // 2)
             values = torch.cat([halves & 15, halves >> 4], -1).flatten(1)[:, : self.shape[1]].float() - 8
-        if self.zero is not None:
-            values = values - self._spread(self.zero)
-        return values * self._spread(self.scale)
+        if self.zero is None:
+            return values * self._spread(self.scale)
+        if self.zero.is_floating_point():
+            return values * self._spread(self.scale) - self._spread(self.zero)
+        return (values - self._spread(self.zero)) * self._spread(self.scale)
 
     def _spread(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return numbers of groups for each weight, [N, K] or [N, 1] float32."""
@@ -134,21 +136,19 @@ def from_groups(groups: Groups) -> QuantizedWeight:
 
 
 def from_blocks(weight: BlockWeight) -> QuantizedWeight:
-    """Return the weight of a GGUF file with blocks of Q4_0 or Q8_0, exactly.
+    """Return the weight of a GGUF file with groups of 32 inputs: exactly, or to float32 if they have a minimum.
 
     Raises:
         UnsupportedModel: the blocks have another type.
     """
-    if weight.kind not in _GGUF:
+    if weight.kind not in gguf.KINDS:
         raise UnsupportedModel(
-            f"GGUF weights of the type {weight.kind} do not stay quantized on a GPU; use {' or '.join(_GGUF)}"
+            f"GGUF weights of the type {weight.kind} do not stay quantized on a GPU; use {', '.join(gguf.KINDS)}"
         )
-    blocks = torch.from_numpy(np.ascontiguousarray(weight.rows())).view(weight.shape[0], weight.shape[1] // 32, -1)
-    scale = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).T
-    values = blocks[..., 2:]
-    if weight.kind == "Q8_0":
-        return _integers(values.flatten(1) ^ 128, 8, scale, None, 32)
-    return _integers(torch.cat([values & 15, values >> 4], -1).flatten(1), 4, scale, None, 32)
+    values, bits, scale, minimum = gguf.read_integers(
+        weight.kind, torch.from_numpy(np.ascontiguousarray(weight.rows()))
+    )
+    return _integers(values, bits, scale.T, None if minimum is None else minimum.T, gguf.GROUP)
 
 
 def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
@@ -177,7 +177,7 @@ def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         UnsupportedModel: they are quantized in different ways.
     """
     first = parts[0]
-    ways = {(part.kind, part.group, part.scale_rows, part.zero is None) for part in parts}
+    ways = {(part.kind, part.group, part.scale_rows, part.zero is None or part.zero.dtype) for part in parts}
     if len(ways) > 1 or (first.scale_rows > 1 and any(part.shape[0] % first.scale_rows for part in parts[:-1])):
         raise UnsupportedModel("its parts are quantized in different ways")
     zeros = [part.zero for part in parts if part.zero is not None]
@@ -198,8 +198,9 @@ def _integers(
     if bits == 4:
         padded = functional.pad(values, (0, -shape[1] % _CHUNK)).view(len(values), -1, 2, _CHUNK // 2)
         values = (padded[:, :, 0] | padded[:, :, 1] << 4).flatten(1)
-    if zero is not None:
-        zero = zero.to(torch.int8 if bits == 4 else torch.int16).contiguous()
+    if zero is not None and not zero.is_floating_point():
+        zero = zero.to(torch.int8 if bits == 4 else torch.int16)
+    zero = None if zero is None else zero.contiguous()
     return QuantizedWeight(
         kind=f"int{bits}", shape=shape, values=values.contiguous(), scale=scale.contiguous(), zero=zero, group=group
     )

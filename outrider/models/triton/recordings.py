@@ -17,6 +17,7 @@ import torch
 from outrider.core.types import Batch, Draft
 from outrider.models.cache.device_pages import DevicePagedCache
 from outrider.models.torch.cuda_recorder import Recorder
+from outrider.models.triton.compiling import only_compiled
 from outrider.models.triton.passes import MAX_COLUMNS, PROMPT_BUCKET, Bucket, Buffers
 
 _log = logging.getLogger("outrider")
@@ -103,7 +104,7 @@ class Recordings:
         compiled: bool = True,
         exact: bool = True,
     ) -> float:
-        """Record the passes that decode `rows` sequences. Return the seconds spent.
+        """Record the passes that decode `rows` sequences, with all kernels compiled first. Return the seconds spent.
 
         Args:
             rows: sequences.
@@ -123,8 +124,15 @@ class Recordings:
             buckets.append(Bucket(rows=rows, columns=feed, nodes=0, steps=count, vocab=vocab))
         if not self._states:
             buckets.append(PROMPT_BUCKET)
-        for bucket in buckets:
-            if bucket.rows * bucket.columns <= _MAX_TOKENS and bucket not in self._runs:
+        fitting = [bucket for bucket in buckets if bucket.rows * bucket.columns <= _MAX_TOKENS]
+        if self.record is not None:
+            began = perf_counter()
+            with only_compiled():
+                for bucket in fitting:
+                    self._make(self._allocate(bucket))()
+            self.seconds += perf_counter() - began
+        for bucket in fitting:
+            if bucket not in self._runs:
                 self.find(bucket)
         return self.seconds - before
 

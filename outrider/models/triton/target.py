@@ -23,16 +23,8 @@ from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.cuda_recorder import Recorder
 from outrider.models.torch.model_weights import ModelWeights
 from outrider.models.triton.decoder import Decoder, Outputs
-from outrider.models.triton.passes import (
-    BLOCK_ROWS,
-    PROMPT_BUCKET,
-    Buffers,
-    RaggedPass,
-    feeds_long_prompt,
-    ragged_pass,
-    rows_of,
-    whole_prompts,
-)
+from outrider.models.triton.passes import BLOCK_ROWS, PROMPT_BUCKET, Buffers
+from outrider.models.triton.ragged import RaggedPass, feeds_long_prompt, ragged_pass, rows_of, whole_prompts
 from outrider.models.triton.recordings import Recordings
 
 

@@ -47,11 +47,9 @@ def print_document(
 ) -> None:
     """Write the files of a document, print its tables, and print it as JSON.
 
-    If one of these steps fails, the JSON document is printed all the same, so that a long
-    measurement is not lost.
+    If one of these steps fails, the JSON document is printed all the same, so that a long measurement is not lost.
 
     Args:
-        document: the results.
         show: prints the tables.
         as_json: print the JSON document on a terminal, too.
         write: writes the files. It runs first, because files do not depend on the output.

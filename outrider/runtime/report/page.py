@@ -34,9 +34,7 @@ def write_report(document: Document, show: Callable[[Document, Console], None], 
     """Write a page with the tables of a document, and below them the document as JSON.
 
     Args:
-        document: the results.
         show: prints the tables.
-        file: the page.
 
     Raises:
         OutriderError: the file cannot be written.

@@ -18,8 +18,7 @@ class Bound(StrEnum):
 def loaded_experts(count: int, active: int, tokens: float) -> float:
     """Return N(t) = E (1 - (1 - k/E)^t), the expected number of experts that t tokens use (MoESD 2025).
 
-    Each token chooses k of E experts uniformly at random. Real routing is correlated and uses
-    fewer.
+    Each token chooses k of E experts uniformly at random. Real routing is correlated and uses fewer.
     """
     return count * (1 - float((1 - active / count) ** tokens))
 
@@ -136,14 +135,11 @@ def one_pass(
 ) -> Pass:
     """Return the time max(r, a) + exposed x min(r, a) + layers x overhead of a pass.
 
-    r = bytes / bandwidth is the time to read, and a = operations / rate is the time of the
-    arithmetic. If `efficiency.exposed` is 0, both overlap completely, as in the roofline model. If
-    it is 1, they do not overlap.
+    r = bytes / bandwidth is the time to read, and a = operations / rate is the time of the arithmetic. If
+    `efficiency.exposed` is 0, both overlap completely, as in the roofline model. If it is 1, they do not overlap.
 
     Args:
-        model: the model.
         machine: the machine that it runs on.
-        efficiency: the efficiency of the software.
         tokens: tokens of the pass, of all sequences together.
         seqs: sequences whose KV caches the pass reads.
         context: cached tokens of each sequence.

@@ -83,8 +83,7 @@ def allreduce_seconds(size: float, devices: int, link: Link) -> float:
 def all_to_all_seconds(tokens: float, copies: float, hidden: float, link: Link, *, remote: float = 1.0) -> float:
     """Return (1 + 2) bytes x tokens x copies x hidden / B + 2 L: sending tokens to experts, and the answers back.
 
-    The tokens have 8 bits and the answers 16 (DeepSeek-AI 2025, "Insights into DeepSeek-V3",
-    section 2.3.2).
+    The tokens have 8 bits and the answers 16 (DeepSeek-AI 2025, "Insights into DeepSeek-V3", section 2.3.2).
 
     Args:
         tokens: tokens of one device.
@@ -97,7 +96,7 @@ def all_to_all_seconds(tokens: float, copies: float, hidden: float, link: Link, 
 
 
 class Work(TypedDict):
-    """What a pass computes, as in `one_pass`."""
+    """The work of a pass, as in `one_pass`."""
 
     tokens: float
     seqs: float
@@ -127,8 +126,7 @@ def layout_pass(model: Model, machine: Machine, efficiency: Efficiency, layout: 
 def stage_pass(model: Model, machine: Machine, efficiency: Efficiency, layout: Layout, work: Work) -> Pass:
     """Return the estimate of a mean stage of a pipeline: its share of a pass, and sending the hidden states on.
 
-    With `layout.streamed` the group reads the weights of the stage over the link, while it computes
-    the stage before.
+    With `layout.streamed` the group reads the weights of the stage over the link, while it computes the stage before.
     """
     assert layout.link
     share = 1 / layout.pipeline

@@ -23,7 +23,6 @@ def find_layout(
     """Return the layout of the options.
 
     Args:
-        options: the options of the command.
         target: the model to spread.
         machine: one group of devices.
         ks: the draft lengths to compare.

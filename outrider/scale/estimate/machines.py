@@ -113,8 +113,7 @@ def find_machine(name: str | None, overrides: MachineOverrides) -> tuple[Machine
     """Return a machine and the datasheet of one of its devices.
 
     Args:
-        name: a name in `SHEETS`; None: `overrides` must state the bandwidth and the arithmetic
-            rate.
+        name: a name in `SHEETS`; None: `overrides` must state the bandwidth and the arithmetic rate.
         overrides: figures of the user.
 
     Raises:
@@ -170,8 +169,7 @@ def efficiencies(kind: Kind, given: Mapping[str, Sequence[float]]) -> tuple[Effi
 
     Args:
         kind: the usual figures.
-        given: figures of the user by field of `Kind`: one for all cases, or one for each. They
-            replace those of `kind`.
+        given: figures of the user by field of `Kind`: one for all cases, or one for each. They replace those of `kind`.
 
     Raises:
         OutriderError: there are neither one nor three figures, or a figure is out of range.

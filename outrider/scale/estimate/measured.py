@@ -49,8 +49,7 @@ def read_bench(file: str, *, category: str | None = None) -> Measured:
         category: a category of the prompts; None: all prompts.
 
     Raises:
-        OutriderError: the file cannot be read, is not the output of a benchmark, or does not have
-            the category.
+        OutriderError: the file cannot be read, is not the output of a benchmark, or does not have the category.
     """
     document = _document(file)
     results = document["results"]

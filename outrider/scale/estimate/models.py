@@ -154,8 +154,7 @@ def _latent_attention(settings: Mapping[str, Any]) -> _LayerAttention:
     query_dim = heads * (plain_dim + rotary_dim)
     queries = query_rank * (hidden + query_dim) if query_rank else hidden * query_dim
     keys = hidden * (rank + rotary_dim) + rank * heads * (plain_dim + value_dim)
-    # Attention runs in the space of the latent, so keys and values of single heads are not
-    # computed.
+    # Attention runs in the space of the latent, so keys and values of single heads are not computed.
     return _LayerAttention(
         weights=queries + keys + heads * value_dim * hidden,
         numbers=rank + rotary_dim,

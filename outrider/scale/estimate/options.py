@@ -9,7 +9,6 @@ from outrider.core.option import MODEL, Option
 from outrider.errors import OutriderError
 from outrider.lab.common.number_lists import parse_figures, parse_whole
 
-_MODELS = "Models"
 _MACHINE = "Machine"
 _SPECULATION = "Speculation"
 _EFFICIENCY = "Efficiency of the software"

@@ -59,9 +59,8 @@ def continued_round(rates: Sequence[float], *, draft: float, verify: float) -> R
 def guessed_round(rates: Sequence[float], *, draft: float, verify: float, hit: float) -> Round:
     """Return the round of a draft that prepares the next draft for the likely outcomes of the verification.
 
-    With probability h the outcome is one of them, and the next draft is ready: E[tau] tokens in
-    max(D, V) + (1 - h) D. SSD (2026, arXiv 2603.03251). With h = 1 the gain over a serial round is
-    at most 1 + D / V.
+    With probability h the outcome is one of them, and the next draft is ready: E[tau] tokens in max(D, V) + (1 - h) D.
+    SSD (2026, arXiv 2603.03251). With h = 1 the gain over a serial round is at most 1 + D / V.
 
     Raises:
         OutriderError: the share of hits is outside [0, 1].

@@ -151,8 +151,7 @@ class Pair:
     def _filled(self, seqs: int, context: int, k: int, draft: float) -> tuple[Pass, Round]:
         """Return the pass of one step of the stages, and the tokens and seconds of a step.
 
-        Sequences take turns in the stages, so k draft tokens of each need k + 1 free stages for
-        each.
+        Sequences take turns in the stages, so k draft tokens of each need k + 1 free stages for each.
         """
         stages = self.layout.pipeline
         groups = min(stages, seqs)
@@ -160,8 +159,7 @@ class Pair:
         work = Work(tokens=seqs / groups, seqs=seqs / groups, context=context)
         stage = stage_pass(self.target, self.machine, self.efficiency, self.layout, work)
         imbalance = 1.0 if self.layout.streamed else stages * heaviest_stage(self.target, stages)
-        # A draft token is made while the stages compute. If it takes longer, the stages wait for
-        # it.
+        # A draft token is made while the stages compute. If it takes longer, the stages wait for it.
         seconds = max(imbalance * stage.seconds, draft / k if ahead else 0.0)
         steps = filled_steps(self.acceptance.first(k)[ahead - 1] if ahead else 0.0, stages=stages, ahead=ahead)
         host = self.efficiency.round_seconds / stages  # one round of the host in each round of the pipeline
@@ -174,9 +172,8 @@ class Pair:
     def stops_paying(self, context: int, ks: Sequence[int]) -> int | None:
         """Return the batch size from which no k gains; None: speculation still pays at 65536 sequences.
 
-        With experts, a medium batch may pay although a small one does not. The result follows the
-        last batch size that pays. The search tries powers of two, then the sizes between two of
-        them.
+        With experts, a medium batch may pay although a small one does not. The result follows the last batch size that
+        pays. The search tries powers of two, then the sizes between two of them.
         """
 
         def pays(seqs: int) -> bool:
@@ -212,7 +209,6 @@ class Pair:
             if model is not None:
                 tokens = seqs * k // passes
                 seconds += one_pass(model, machine, efficiency, tokens=tokens, seqs=seqs, context=context).seconds
-        # Tokens go to the target and back. They are few bytes, so only the latency of the messages
-        # counts.
+        # Tokens go to the target and back. They are few bytes, so only the latency of the messages counts.
         messages = 2 * self.layout.link.latency if device and self.layout.link else 0.0
         return host + seconds * passes + messages

@@ -27,9 +27,8 @@ def pipeline_round(stage_seconds: float, *, stages: int, groups: float, imbalanc
 def heaviest_stage(model: Model, stages: int) -> float:
     """Return the share of a model's active weights in the heaviest of so many stages of whole layers.
 
-    The output layer is on the last stage, which has fewer layers for it. Stages that are bound to
-    devices wait for the heaviest one (the weight binding problem of RoundPipe, Luo et al. 2026,
-    arXiv 2604.27085).
+    The output layer is on the last stage, which has fewer layers for it. Stages that are bound to devices wait for the
+    heaviest one (the weight binding problem of RoundPipe, Luo et al. 2026, arXiv 2604.27085).
     """
     total = model.active()
     layers = int(model.layers)
@@ -43,10 +42,9 @@ def heaviest_stage(model: Model, stages: int) -> float:
 def filled_steps(rate: float, *, stages: int, ahead: int) -> float:
     """Return a p / (d + 1) + (1 - a) p, the steps of a stage per token if draft tokens fill the pipeline.
 
-    d draft tokens of a sequence follow its last token through the stages. If the next one is right,
-    the next token is there p / (d + 1) steps later. If not, the pipeline starts again, and it takes
-    p. This is the branch prediction of processors (Hennessy and Patterson), as SpecPipe (arXiv
-    2504.04104) and PipeInfer (Butler et al. 2024) apply it.
+    d draft tokens of a sequence follow its last token through the stages. If the next one is right, the next token is
+    there p / (d + 1) steps later. If not, the pipeline starts again, and it takes p. This is the branch prediction of
+    processors (Hennessy and Patterson), as SpecPipe (arXiv 2504.04104) and PipeInfer (Butler et al. 2024) apply it.
 
     Args:
         rate: a, the share of draft tokens that are right, d tokens ahead.

@@ -1,8 +1,7 @@
 """Estimate how much faster generation shortens a step of reinforcement learning.
 
-A step generates rollouts and does other work: rewards, log-probabilities, training, and the
-transfer of the weights. R is the share of the generation in a step without speculation, and a is
-the speedup of the generation.
+A step generates rollouts and does other work: rewards, log-probabilities, training, and the transfer of the weights. R
+is the share of the generation in a step without speculation, and a is the speedup of the generation.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ def step_speedup(share: float, speedup: float, *, overlap: float = 0.0) -> float
     Args:
         share: R, in [0, 1].
         speedup: a, above 0. Below 1, the step becomes slower.
-        overlap: o, the time during which generation is hidden, as a share of a step without overlap
-            and speculation.
+        overlap: o, the time during which generation is hidden, as a share of a step without overlap and speculation.
 
     Raises:
         OutriderError: a number is out of range.

@@ -31,9 +31,8 @@ def _assumptions(document: dict[str, Any]) -> list[str]:
     note = f" ({machine['note']})" if machine["note"] else ""
     lines = [
         f"[bold]Estimate[/bold], not a measurement: {target['name']} on {machine['name']}{note}.",
-        f"Datasheet: {machine['read_bytes_per_s'] / 1e9:.1f} GB/s,"
-        f" {machine['bf16_flops_per_s'] / 1e12:.4g} TFLOP/s in bf16,"
-        f" {machine['int8_ops_per_s'] / 1e12:.4g} in 8 bits, memory {memory}.",
+        f"Datasheet: {machine['read_bytes_per_s'] / 1e9:.1f} GB/s, {machine['bf16_flops_per_s'] / 1e12:.4g} TFLOP/s in"
+        f" bf16, {machine['int8_ops_per_s'] / 1e12:.4g} in 8 bits, memory {memory}.",
         f"Target: {_size(target)}. {_draft(document['arguments']['proposer'], document['draft'])}",
         f"Acceptance, {acceptance['source']}: {_rates(document)}{_nodes(acceptance['nodes'])}.",
     ]
@@ -74,12 +73,11 @@ def _separate(document: dict[str, Any]) -> list[str]:
     case = separate["cases"][MIDDLE]
     return [
         f"Separate prefill, {separate['rate']:g} requests/s of {separate['prompt_tokens']} +"
-        f" {separate['output_tokens']} tokens, middle case:"
-        f" {count_text(case['prefill_groups'], 'prefill group')} and"
+        f" {separate['output_tokens']} tokens, middle case: {count_text(case['prefill_groups'], 'prefill group')} and"
         f" {count_text(case['decode_groups'], 'decode group')} of batch {case['decode_batch']}"
-        f" ({case['decode_groups_plain']} without a draft); first token after"
-        f" {1e3 * case['ttft_seconds']:.0f} ms; {_bytes(separate['cache_bytes_per_request'])} of KV"
-        f" cache per request, {separate['transfer_bytes_per_s'] / 1e9:.2f} GB/s."
+        f" ({case['decode_groups_plain']} without a draft); first token after {1e3 * case['ttft_seconds']:.0f} ms;"
+        f" {_bytes(separate['cache_bytes_per_request'])} of KV cache per request,"
+        f" {separate['transfer_bytes_per_s'] / 1e9:.2f} GB/s."
     ]
 
 
@@ -162,9 +160,8 @@ def _memory(document: dict[str, Any]) -> list[str]:
             sequences = "the memory is unknown; give --memory in GB"
         else:
             sequences = (
-                f"{count_text(entry['sequences'], 'sequence')} fit in"
-                f" {_bytes(entry['usable_bytes'])}, and {entry['sequences_without_draft']} without"
-                " a draft"
+                f"{count_text(entry['sequences'], 'sequence')} fit in {_bytes(entry['usable_bytes'])}, and"
+                f" {entry['sequences_without_draft']} without a draft"
             )
         lines.append(f"Memory with {entry['context']} cached tokens: {', '.join(parts)}; {sequences}.")
     return lines

@@ -80,7 +80,6 @@ def bursts(
         rate: mean requests per second.
         peak: rate in a burst over the mean, from 1 to 5. With 5, all requests are in bursts.
         seconds: length of the trace.
-        lengths: lengths of the requests.
         period: seconds from burst to burst.
         seed: of the random numbers.
     """
@@ -88,8 +87,7 @@ def bursts(
     low = (1 - peak * _BURST_SHARE) / (1 - _BURST_SHARE)
     time = 0.0
     while True:
-        # Thinning (Lewis and Shedler 1979): draw at the highest rate, and keep a share of the
-        # draws.
+        # Thinning (Lewis and Shedler 1979): draw at the highest rate, and keep a share of the draws.
         time += rng.expovariate(rate * peak)
         if time >= seconds:
             return
@@ -101,8 +99,7 @@ def bursts(
 def read_trace(file: str) -> list[Arrival]:
     """Return the requests of a file of JSON lines, in the order of their times.
 
-    A line has `time` in seconds, `prompt_tokens`, `output_tokens`, and may have `prefix` (a name)
-    and `prefix_tokens`.
+    A line has `time` in seconds, `prompt_tokens`, `output_tokens`, and may have `prefix` (a name) and `prefix_tokens`.
 
     Raises:
         OutriderError: the file cannot be read, or a line is invalid.

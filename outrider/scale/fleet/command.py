@@ -30,16 +30,10 @@ def run_fleet(options: FleetOptions) -> dict[str, Any]:
         if not 1 <= count <= _MAX_REPLICAS:
             raise OutriderError(f"--replicas is {count}; use numbers from 1 to {_MAX_REPLICAS}")
     server = _costs(options)
-    costs = server.costs
     acceptance = AcceptanceRates(options.alpha)
     settings = ReplicaSettings(
-        costs=costs,
+        server=server,
         acceptance=acceptance,
-        draft_round_seconds=server.draft_round_seconds,
-        sequence_seconds=server.sequence_seconds,
-        draft_sequence_seconds=server.draft_sequence_seconds,
-        chunk_seconds=server.chunk_seconds,
-        request_seconds=server.request_seconds,
         max_num_seqs=options.engine.max_num_seqs,
         max_num_batched_tokens=options.engine.max_num_batched_tokens,
         max_round_seconds=options.engine.max_round_ms / 1e3,
@@ -49,7 +43,7 @@ def run_fleet(options: FleetOptions) -> dict[str, Any]:
     for count in options.replicas:
         arrivals = _arrivals(options, count)
         for routing, speculation in product(options.routing.split(","), options.speculation.split(",")):
-            policy = parse_policy(speculation, costs, acceptance)
+            policy = parse_policy(speculation, server.costs, acceptance)
             fleet = Fleet(settings, policy, replicas=count, routing=routing, seed=options.seed)
             figures = summarize(fleet.run_open(arrivals))
             results.append({"replicas": count, "routing": routing, "speculation": speculation, **figures})

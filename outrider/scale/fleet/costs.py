@@ -44,10 +44,7 @@ def read_costs(file: str) -> ServerCosts:
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8")
         server = json.loads(text).get("server", {})
-        return ServerCosts(
-            costs=CostModel.loads(text),
-            **{name: float(server.get(name, 0.0)) for name in _SERVER},
-        )
+        return ServerCosts(costs=CostModel.loads(text), **{name: float(server.get(name, 0.0)) for name in _SERVER})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else repr(error)
         raise OutriderError(
@@ -83,8 +80,5 @@ def _pass_cost(model: Model, machine: Machine, efficiency: Efficiency) -> PassCo
     rate = (machine.int8 if model.int8 else machine.bf16) * efficiency.arithmetic
     pair = efficiency.exposed * (model.operations(_DEEP) - model.operations(0)) / rate / _DEEP
     return PassCost(
-        tokens=_TOKENS,
-        seconds=tuple(seconds(tokens, tokens, 0) for tokens in _TOKENS),
-        entry=entry,
-        pair=pair,
+        tokens=_TOKENS, seconds=tuple(seconds(tokens, tokens, 0) for tokens in _TOKENS), entry=entry, pair=pair
     )

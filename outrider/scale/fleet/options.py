@@ -65,12 +65,10 @@ def check_given(options: FleetOptions, given: Collection[str]) -> None:
     """Refuse options that would have no effect.
 
     Args:
-        options: the options.
         given: names of those that the user has set.
 
     Raises:
-        OutriderError: an option is for random arrivals and there is a trace, or a prefix has a
-            length and no number.
+        OutriderError: an option is for random arrivals and there is a trace, or a prefix has a length and no number.
     """
     for name in _NOT_FOR_TRACE:
         if name in given and is_trace(options.arrivals):

@@ -8,8 +8,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.drafting.plan.pass_cost import CostModel
 from outrider.scale.fleet.arrivals import Arrival
+from outrider.scale.fleet.costs import ServerCosts
 from outrider.scale.fleet.speculation import AcceptanceRates, Policy
 
 PUBLISH_SECONDS = 0.04  # `PUBLISH_INTERVAL` of the server
@@ -20,17 +20,12 @@ _MIN_CHUNK = 16  # prompt tokens of a round, even if it then takes longer than t
 class ReplicaSettings:
     """A server: the costs of its rounds, and the limits of `outrider serve`."""
 
-    costs: CostModel
+    server: ServerCosts
     acceptance: AcceptanceRates
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     max_round_seconds: float = 0.06  # of a round in which sequences decode; 0: no limit
-    draft_round_seconds: float = 0.0  # work outside of passes in a round with draft tokens, besides `costs.host`
-    sequence_seconds: float = 0.0  # work outside of passes for each decoding sequence of a round
-    draft_sequence_seconds: float = 0.0  # in addition, for each sequence with draft tokens
-    chunk_seconds: float = 0.0  # work of the server per chunk of a stream
     publish_seconds: float = PUBLISH_SECONDS  # least time between two chunks of a stream, but for its first and last
-    request_seconds: float = 0.0  # work of the server per request
     prefix_cache_tokens: int = 100_000  # tokens of shared prefixes that are kept
 
 
@@ -74,9 +69,8 @@ class Counts:
 class Replica:
     """Runs rounds while there are requests. It admits waiting requests to free slots before each round.
 
-    A round decodes all running sequences and processes a chunk of prompts, as
-    `outrider.engine.scheduler` does. Its time is `CostModel.propose` + `CostModel.verify` + the
-    work of the server. Memory is not simulated.
+    A round decodes all running sequences and processes a chunk of prompts, as `outrider.engine.scheduler` does. Its
+    time is `CostModel.propose` + `CostModel.verify` + the work of the server. Memory is not simulated.
     """
 
     env: Any  # simpy.Environment
@@ -174,18 +168,20 @@ class Replica:
         most = max(settings.max_num_batched_tokens - len(decoding), 1)
         if not decoding or not settings.max_round_seconds:
             return most
-        target = settings.costs.target
+        costs = settings.server.costs
+        target = costs.target
         cached = sum(job.cached for job in decoding) / len(decoding)
-        base = settings.costs.verify(len(decoding), 0, cached=cached)
+        base = costs.verify(len(decoding), 0, cached=cached)
         token = target.fed or (target.base(most) - target.base(1)) / max(most - 1, 1)
         return min(max(int((settings.max_round_seconds - base) / token) if token else most, _MIN_CHUNK), most)
 
     def _seconds(self, seqs: int, drafts: list[int], feed: int, cached: float) -> float:
-        costs = self.settings.costs
+        server = self.settings.server
+        costs = server.costs
         mean = sum(drafts) / seqs if seqs else 0.0
         sequences = max(seqs, 1)
-        own = self._admitted * self.settings.request_seconds + self._unsent * self.settings.chunk_seconds
-        own += seqs * self.settings.sequence_seconds
+        own = self._admitted * server.request_seconds + self._unsent * server.chunk_seconds
+        own += seqs * server.sequence_seconds
         self._admitted = 0
         self._unsent = 0
         # `CostModel.verify` takes scored tokens for its feed. A prompt token without logits costs
@@ -194,8 +190,8 @@ class Replica:
         draft = 0.0
         if costs.draft is not None and any(drafts):
             drafting = sum(1 for k in drafts if k)
-            draft = costs.propose(drafting, max(drafts), cached=cached) + self.settings.draft_round_seconds
-            draft += drafting * self.settings.draft_sequence_seconds
+            draft = costs.propose(drafting, max(drafts), cached=cached) + server.draft_round_seconds
+            draft += drafting * server.draft_sequence_seconds
             if costs.draft.fed is not None:
                 draft += costs.draft.fed * feed
             elif feed:

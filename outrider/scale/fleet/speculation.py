@@ -70,11 +70,7 @@ def by_load(costs: CostModel, acceptance: AcceptanceRates, *, max_k: int = 8) ->
 
 
 def parse_policy(text: str, costs: CostModel, acceptance: AcceptanceRates) -> Policy:
-    """Return the policy of "off", "fixed:K" or "load".
-
-    Raises:
-        OutriderError: the text is none of them.
-    """
+    """Return the policy of "off", "fixed:K" or "load". Raises OutriderError if the text is none of them."""
     name, _, number = text.partition(":")
     if text == "off":
         return off

@@ -29,8 +29,7 @@ def build_application(settings: Settings, scale: ScaleSettings, *, name: str) ->
     """Return the application, for `ray.serve.run`.
 
     Args:
-        settings: the options of `outrider serve`: what each replica loads. Host and port belong to
-            Ray Serve's proxy.
+        settings: the options of `outrider serve`: what each replica loads. Host and port belong to Ray Serve's proxy.
         scale: how many replicas there are, and what each of them gets.
         name: model name in the API.
 
@@ -42,8 +41,7 @@ def build_application(settings: Settings, scale: ScaleSettings, *, name: str) ->
     if settings.otel:
         make_tracer().close()  # a missing package is reported before the replicas start
     serve = import_serve()
-    # The front checks keys and origins, so that replicas accept what it forwards. The proxy has the
-    # certificate.
+    # The front checks keys and origins, so that replicas accept what it forwards. The proxy has the certificate.
     inner = replace(settings, api_key=None, api_keys=None, allow_origin=None, tls_cert=None, tls_key=None)
     telemetry = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
     engine = serve.deployment(
@@ -72,11 +70,7 @@ def build_application(settings: Settings, scale: ScaleSettings, *, name: str) ->
 
 
 def check_settings(settings: Settings) -> None:
-    """Check that the options of `outrider serve` support replicas.
-
-    Raises:
-        OutriderError: one of them does not.
-    """
+    """Check that the options of `outrider serve` support replicas. Raises OutriderError if one of them does not."""
     if settings.engine.tp > 1:
         raise OutriderError(f"a replica is one process, and tp is {settings.engine.tp}; use tp 1")
     unsupported = {
@@ -91,10 +85,7 @@ def check_settings(settings: Settings) -> None:
 def _number_of_replicas(scale: ScaleSettings, settings: Settings) -> dict[str, Any]:
     if not scale.autoscales:
         return {"num_replicas": scale.replicas}
-    policy = {
-        "policy_function": _POLICY,
-        "policy_kwargs": {"target_tokens_per_second": scale.target_tokens_per_second},
-    }
+    policy = {"policy_function": _POLICY, "policy_kwargs": {"target_tokens_per_second": scale.target_tokens_per_second}}
     return {
         "autoscaling_config": {
             "min_replicas": scale.replicas,

@@ -12,10 +12,9 @@ METRIC = "tokens_per_second"  # name of what a replica reports
 class LoadPolicy:
     """An autoscaling policy of Ray Serve. The larger of two numbers of replicas counts.
 
-    The first one is the number of requests, running and waiting, over the target of a replica. The
-    second one is the sum of the tokens/s of all replicas over the target of a replica. Ray Serve
-    averages both over its window, applies its delays, and keeps the result between the least and
-    the largest number of replicas.
+    The first one is the number of requests, running and waiting, over the target of a replica. The second one is the
+    sum of the tokens/s of all replicas over the target of a replica. Ray Serve averages both over its window, applies
+    its delays, and keeps the result between the least and the largest number of replicas.
     """
 
     def __init__(self, target_tokens_per_second: float | None = None) -> None:

@@ -12,7 +12,6 @@ def connect(ray: Any, address: str | None, *, processes: int, cpus: float, kind:
     """Connect to the cluster at `address`. None: start Ray here.
 
     Args:
-        ray: the package.
         address: of a running cluster, or "auto".
         processes: how many processes will be started.
         cpus: what each of them reserves.
@@ -27,9 +26,8 @@ def connect(ray: Any, address: str | None, *, processes: int, cpus: float, kind:
             ray.init(address=address, log_to_driver=log_to_driver)
         except (ConnectionError, ValueError) as error:
             raise OutriderError(
-                f"no Ray cluster answers at {address} ({str(error).splitlines()[0]}); start one"
-                " with ray start --head, set RAY_AUTH_MODE=token if it asks for a token, or leave"
-                " the address out"
+                f"no Ray cluster answers at {address} ({str(error).splitlines()[0]}); start one with ray start --head,"
+                " set RAY_AUTH_MODE=token if it asks for a token, or leave the address out"
             ) from error
         return
     available = os.cpu_count() or 1

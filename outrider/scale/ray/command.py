@@ -27,8 +27,7 @@ def scale(settings: Settings, scale: ScaleSettings) -> None:
     """Start the replicas with Ray Serve, and serve until a signal arrives.
 
     Raises:
-        OutriderError: Ray is not installed or cannot be reached, the port is in use, or the
-            replicas do not start.
+        OutriderError: Ray is not installed or cannot be reached, the port is in use, or the replicas do not start.
     """
     # Ray Serve starts its proxy again if it does not answer in this time. The default of 5 seconds
     # is too short for a busy machine.

@@ -8,8 +8,7 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-# Gauges whose sum over replicas is the value of the whole server. Other gauges keep a label with
-# the replica.
+# Gauges whose sum over replicas is the value of the whole server. Other gauges keep a label with the replica.
 _SUMMED_GAUGES = frozenset(
     {
         "outrider_num_requests_running",
@@ -28,8 +27,7 @@ def sum_metrics(expositions: Mapping[str, str]) -> bytes:
         expositions: the text of each replica, by its name.
 
     Returns:
-        Counters, histograms and counts are summed. Other gauges, such as ratios, have a label
-        `replica`.
+        Counters, histograms and counts are summed. Other gauges, such as ratios, have a label `replica`.
     """
     families: dict[str, Metric] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}

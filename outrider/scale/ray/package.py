@@ -8,11 +8,7 @@ from outrider.errors import OutriderError
 
 
 def import_ray() -> Any:
-    """Return the package `ray`.
-
-    Raises:
-        OutriderError: it is not installed.
-    """
+    """Return the package `ray`. Raises OutriderError if it is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -38,11 +34,7 @@ def no_replica_errors() -> tuple[type[Exception], ...]:
 
 
 def import_train() -> tuple[Any, Any]:
-    """Return the packages `ray.train` and `ray.train.torch`.
-
-    Raises:
-        OutriderError: it is not installed.
-    """
+    """Return the packages `ray.train` and `ray.train.torch`. Raises OutriderError if it is not installed."""
     import_ray()
     try:
         from ray import train
@@ -53,11 +45,7 @@ def import_train() -> tuple[Any, Any]:
 
 
 def import_serve() -> Any:
-    """Return the package `ray.serve`.
-
-    Raises:
-        OutriderError: it is not installed.
-    """
+    """Return the package `ray.serve`. Raises OutriderError if it is not installed."""
     import_ray()
     try:
         from ray import serve

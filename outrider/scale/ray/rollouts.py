@@ -89,10 +89,9 @@ class _Worker:
 class RolloutPool:
     """Samples rollouts with several engines.
 
-    A seed, the index of a prompt and the index of a sample determine a rollout, as in
-    `RolloutEngine`. So it does not matter which worker samples it, or whether it is sampled again
-    because a worker was lost. This holds bit by bit where `Provenance.same_tokens` is true, and up
-    to rounding elsewhere.
+    A seed, the index of a prompt and the index of a sample determine a rollout, as in `RolloutEngine`. So it does not
+    matter which worker samples it, or whether it is sampled again because a worker was lost. This holds bit by bit
+    where `Provenance.same_tokens` is true, and up to rounding elsewhere.
 
     Workers take samples from one queue when they have free slots. When the queue is empty, a worker
     without work takes over the samples of the busiest worker that have the fewest tokens so far.
@@ -154,8 +153,7 @@ class RolloutPool:
         They are stored once in Ray's object store. Each machine reads them once.
 
         Args:
-            weights: tensors by the names of the model's `state_dict`, or the folder of a model, on
-                every machine.
+            weights: tensors by the names of the model's `state_dict`, or the folder of a model, on every machine.
             version: a number above the current version. None: the next one.
 
         Raises:
@@ -191,8 +189,7 @@ class RolloutPool:
         """Sample `n` rollouts of each prompt. The arguments are those of `RolloutEngine.generate`.
 
         Raises:
-            OutriderError: a prompt or a parameter does not fit the model, or too many workers were
-                lost.
+            OutriderError: a prompt or a parameter does not fit the model, or too many workers were lost.
         """
         params = SamplingParams(temperature=1.0) if params is None else params
         check_call(prompts, params, n, groups)

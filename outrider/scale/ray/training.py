@@ -25,8 +25,7 @@ def train_on_ray(kind: str, settings: Settings, workers: RayWorkers, *, as_json:
     """Train with the processes of `workers`, and print the results.
 
     Raises:
-        OutriderError: Ray is not installed or cannot be reached, or a process fails. The message
-            says why.
+        OutriderError: Ray is not installed or cannot be reached, or a process fails. The message says why.
     """
     num_workers = workers.ray_workers or 1
     if world_size() > 1:

@@ -64,11 +64,7 @@ class OtherEngine:
     reasons: Mapping[str, str]  # why it runs no other kinds, by kind; "" for all that are not named
 
     def recipe(self, kind: str) -> Recipe:
-        """Return the recipe of a kind of draft.
-
-        Raises:
-            OutriderError: the engine does not run it.
-        """
+        """Return the recipe of a kind of draft. Raises OutriderError if the engine does not run it."""
         if kind in self.recipes:
             return self.recipes[kind]
         reason = self.reasons.get(kind, self.reasons.get("", "it has no such drafts"))
@@ -216,21 +212,13 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.EAGLE: Recipe(layout="eagle", command=_vllm("eagle")),
                 Kind.EAGLE3: Recipe(layout="eagle3-speculators", command=_vllm("eagle3"), tested=_COMPARED),
                 Kind.PEAGLE: Recipe(
-                    layout="peagle-speculators",
-                    command=_vllm("eagle3", parallel_drafting=True),
-                    tested=_COMPARED,
+                    layout="peagle-speculators", command=_vllm("eagle3", parallel_drafting=True), tested=_COMPARED
                 ),
-                Kind.DFLASH: Recipe(
-                    layout="dflash-speculators",
-                    command=_vllm("dflash"),
-                    tested=_COMPARED,
-                ),
+                Kind.DFLASH: Recipe(layout="dflash-speculators", command=_vllm("dflash"), tested=_COMPARED),
                 MASKED: Recipe(layout="dflash", command=_vllm("dflash")),
                 Kind.DFLASH2: Recipe(layout="dflash2", command=_vllm("dflash"), note="needs a GPU"),
                 Kind.DSPARK: Recipe(
-                    layout="dspark-speculators",
-                    command=_vllm("dspark"),
-                    note="needs a GPU; vLLM for CPU refuses it",
+                    layout="dspark-speculators", command=_vllm("dspark"), note="needs a GPU; vLLM for CPU refuses it"
                 ),
                 Kind.MEDUSA: Recipe(
                     layout="medusa-vllm",
@@ -318,11 +306,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
             title="Ollama",
             recipes={
                 Kind.DFLASH: Recipe(
-                    layout="dflash",
-                    command=_ollama,
-                    files=_modelfile,
-                    needs_target_gguf=True,
-                    converts_head=True,
+                    layout="dflash", command=_ollama, files=_modelfile, needs_target_gguf=True, converts_head=True
                 )
             },
             reasons={"": "it takes every separate draft for a DFlash head", Kind.MTP: _NO_MTP},
@@ -342,11 +326,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
 
 
 def engine_of(name: str) -> OtherEngine:
-    """Return an engine by its name.
-
-    Raises:
-        OutriderError: there is no such engine.
-    """
+    """Return an engine by its name. Raises OutriderError if there is no such engine."""
     if name not in ENGINES:
         raise OutriderError(f"--for is {name!r}; use one of: {', '.join(ENGINES)}")
     return ENGINES[name]

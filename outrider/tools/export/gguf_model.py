@@ -17,8 +17,7 @@ from outrider.models.loader.gguf.split_rules import split_rules
 from outrider.models.loader.gguf.tokenizer import load_tokenizer
 from outrider.models.loader.tokenizer import read_tokenizer
 
-# model_type of transformers -> architecture of llama.cpp, for models whose tensors need no more
-# than new names
+# model_type of transformers -> architecture of llama.cpp, for models whose tensors need no more than new names
 _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 )

@@ -23,10 +23,9 @@ class Length:
 def find_length(settings: ExportSettings, description: HeadDescription | None, recipe: Recipe, *, title: str) -> Length:
     """Return the number of draft tokens.
 
-    A head that fills in blocks (DFlash, DSpark) was trained with blocks of one size, whose columns
-    attend to each other. Outrider always computes the whole block, and k is how much of it is
-    verified. Other engines compute a block of k tokens, so a smaller k of Outrider's advice would
-    change the draft there.
+    A head that fills in blocks (DFlash, DSpark) was trained with blocks of one size, whose columns attend to each
+    other. Outrider always computes the whole block, and k is how much of it is verified. Other engines compute a block
+    of k tokens, so a smaller k of Outrider's advice would change the draft there.
 
     Args:
         settings: the draft, and its k or where to read it.

@@ -45,8 +45,7 @@ def run_export(settings: ExportSettings, *, console: Console) -> dict[str, Any]:
         A summary as JSON values.
 
     Raises:
-        OutriderError: the engine does not run such drafts, or the draft cannot be read. Nothing is
-            written then.
+        OutriderError: the engine does not run such drafts, or the draft cannot be read. Nothing is written then.
     """
     engine, folder, target = settings.engine, settings.folder, settings.target
     chosen = engine_of(engine)
@@ -119,11 +118,7 @@ def _write_all(path: Path, models: Mapping[Path, Callable[[], None]], files: Map
 
 
 def _empty_folder(out: str) -> Path:
-    """Return the folder of `--out`, which need not exist.
-
-    Raises:
-        OutriderError: it cannot be written, or is not empty.
-    """
+    """Return the folder of `--out`, which need not exist."""
     path = Path(out).expanduser()
     check_folder(out, "--out")
     if path.exists() and any(path.iterdir()):
@@ -157,11 +152,7 @@ def _kind(description: HeadDescription) -> str:
 
 
 def _check(engine: str, head: ImportedHead) -> None:
-    """Refuse what an engine would drop silently, or fail to load.
-
-    Raises:
-        OutriderError: the engine would run another head than this one, or none.
-    """
+    """Refuse what an engine would drop silently, or fail to load."""
     description = head.description
     if engine == "vllm" and description.kind is Kind.MEDUSA and description.draft_vocab:
         raise OutriderError(
@@ -185,19 +176,14 @@ def _check(engine: str, head: ImportedHead) -> None:
 
 
 def _check_family(title: str, recipe: Recipe, target: str | None) -> None:
-    """Check the target of an MTP module.
-
-    Raises:
-        OutriderError: there is none, or the engine runs no modules of its family.
-    """
+    """Check the target of an MTP module."""
     if target is None:
         raise OutriderError(f"{title} reads MTP modules from the checkpoint of their target; give it with --target DIR")
     architecture = architecture_of(model_folder(target, weights=False))
     if architecture not in recipe.families:
         raise OutriderError(
-            f"{title} is not known to run MTP modules of"
-            f" {architecture or 'a target without architectures'}; use a target of"
-            f" {', '.join(recipe.families)}, or another kind of draft"
+            f"{title} is not known to run MTP modules of {architecture or 'a target without architectures'}; use a"
+            f" target of {', '.join(recipe.families)}, or another kind of draft"
         )
 
 

@@ -18,8 +18,7 @@ def tuned_k(file: str, draft: str | Path | None, batch: int) -> int:
     Args:
         file: a document of `outrider tune --out`.
         draft: the draft, as the user names it; None: the proposer `suffix`.
-        batch: sequences at once. The largest measured batch up to it counts, or else the smallest
-            one.
+        batch: sequences at once. The largest measured batch up to it counts, or else the smallest one.
 
     Raises:
         OutriderError: the file cannot be read, or has no fixed k of this draft.

@@ -18,6 +18,7 @@ from outrider.engine.drive import drive
 from outrider.engine.engine import Engine
 from outrider.train.data.feature_cache import FeatureCache
 from outrider.train.data.sample import Sample
+from outrider.train.settings import Settings
 
 
 @dataclass(slots=True)
@@ -119,16 +120,6 @@ def generate_samples(engine: Engine, recorder: Recorder, requests: Iterable[Requ
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerParams:
-    """Parameters of the answers."""
-
-    temperature: float
-    max_tokens: int  # most tokens of an answer
-    ignore_eos: bool  # continue after the end-of-text token
-    seed: int
-
-
 class AnswerGenerator:
     """Lets the target answer prompts.
 
@@ -141,7 +132,7 @@ class AnswerGenerator:
         parts: EngineParts,
         recorder: Recorder,
         prompts: Mapping[int, EncodedPrompt],
-        params: AnswerParams,
+        settings: Settings,
         *,
         cache: FeatureCache | None,
     ) -> None:
@@ -149,7 +140,7 @@ class AnswerGenerator:
         self._parts = parts
         self._recorder = recorder
         self._prompts = prompts
-        self._params = params
+        self._settings = settings
         self._cache = cache
 
     def samples(self, numbers: Sequence[int], *, answer: int) -> list[Sample]:
@@ -169,16 +160,16 @@ class AnswerGenerator:
         return [samples[number] for number in sorted(samples)]
 
     def _request(self, number: int, answer: int) -> Request:
-        params = self._params
+        settings = self._settings
         prompt = self._prompts[number]
         return Request(
             id=number,
             prompt_token_ids=prompt.tokens,
             source_token_ids=prompt.source_token_ids,
             params=SamplingParams(
-                temperature=params.temperature, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos
+                temperature=settings.temperature, max_tokens=settings.max_tokens, ignore_eos=settings.ignore_eos
             ),
-            seed=derive_seed(derive_seed(params.seed, answer), number),
-            end_ids=frozenset() if params.ignore_eos else self._parts.end_ids,
-            max_tokens=min(params.max_tokens, self._parts.context - len(prompt.tokens)),
+            seed=derive_seed(derive_seed(settings.seed, answer), number),
+            end_ids=frozenset() if settings.ignore_eos else self._parts.end_ids,
+            max_tokens=min(settings.max_tokens, self._parts.context - len(prompt.tokens)),
         )

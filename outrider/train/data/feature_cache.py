@@ -36,7 +36,6 @@ class FeatureCache:
         """Open the folder, or make it.
 
         Args:
-            folder: the folder.
             gigabytes: the most 1e9 bytes that it holds.
             origin: where the states come from; see `origin_of`.
             layers: the layers whose states samples have. A cached sample may have more.

@@ -32,9 +32,8 @@ _LINE_FORMAT = '{"prompt": "..."} or {"messages": [...]}'
 def read_prompts(files: Sequence[str], *, limit: int | None = None, with_sources: bool = False) -> list[Prompt]:
     """Return the prompts of all files, up to the first `limit`. A line without a category has the category "".
 
-    `with_sources`: the lines are for an encoder-decoder target. They have a source, and may have
-    the beginning of the output as `prompt`. Lines for other targets may have any fields beside
-    `prompt` or `messages`.
+    `with_sources`: the lines are for an encoder-decoder target. They have a source, and may have the beginning of the
+    output as `prompt`. Lines for other targets may have any fields beside `prompt` or `messages`.
 
     Raises:
         OutriderError: a file cannot be read, or a line is not a prompt.
@@ -116,11 +115,7 @@ def _content(prompt: Prompt) -> str:
 
 
 def _prompt(line: Line) -> Prompt:
-    """Return the prompt of a line.
-
-    Raises:
-        OutriderError: the line has neither a prompt nor messages.
-    """
+    """Return the prompt of a line."""
     prompt = line.fields.get("prompt")
     messages = line.fields.get("messages")
     category = str(line.fields.get("category", ""))

@@ -22,9 +22,8 @@ class SampleSource(Protocol):
 class PromptSchedule:
     """Divides the training of one process into generation cycles.
 
-    In a generation cycle the target answers some prompts, and the draft trains for some steps on
-    the answers. An epoch goes through all prompts of the process once. The contents of a cycle
-    depend only on its number.
+    In a generation cycle the target answers some prompts, and the draft trains for some steps on the answers. An epoch
+    goes through all prompts of the process once. The contents of a cycle depend only on its number.
     """
 
     def __init__(
@@ -36,8 +35,7 @@ class PromptSchedule:
             source: provides the samples.
             numbers: the prompts of this process.
             settings: the options of the training.
-            most_per_process: the largest number of prompts of a process, so that all processes have
-                as many cycles.
+            most_per_process: the largest number of prompts of a process, so that all processes have as many cycles.
         """
         self._source = source
         self._numbers = sorted(numbers)

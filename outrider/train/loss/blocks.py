@@ -1,9 +1,8 @@
 """Unrolls a block head: blocks at random positions, filled in by one pass (DFlash, DSpark, XPress and others).
 
-The hidden states of a sequence are projected once, for many blocks side by side. A block attends to
-the states before it and to itself, like the one block that the engine drafts at this position.
-Draft token k of a block is trained after k given tokens, as the engine uses it after k accepted
-ones.
+The hidden states of a sequence are projected once, for many blocks side by side. A block attends to the states before
+it and to itself, like the one block that the engine drafts at this position. Draft token k of a block is trained after
+k given tokens, as the engine uses it after k accepted ones.
 
 The papers weight draft token k by exp(-k / gamma), counted from 0. This is a loss decay of exp(-1 /
 gamma): 0.78 for blocks of 7 draft tokens, 0.82 for 9 and 0.87 for 15.
@@ -29,8 +28,7 @@ from outrider.models.heads.modules.layers import Attention
 from outrider.train.loss.steps import Step, TrainingBatch, sample_columns
 
 MAX_BLOCKS = 512  # per sequence
-# Weights of the losses of a refiner, besides that after given tokens: after its own tokens, and
-# without correction.
+# Weights of the losses of a refiner, besides that after given tokens: after its own tokens, and without correction.
 _CONSISTENCY_WEIGHT, _BASE_WEIGHT = 0.3, 0.6
 _UNARY_WEIGHT = 1.0  # of the loss without the correction of a selector
 CONSISTENCY_PASSES = 3  # of which each batch trains one, at random
@@ -159,8 +157,7 @@ def _own_tokens(
         module: the block head.
         features: [B, A, size, rank] what its refiner computes without tokens.
         out: [B, A, draft tokens, H] outputs of the columns that predict.
-        given: [B, A, size] the tokens of the text. Those of the first draft token and before it are
-            kept.
+        given: [B, A, size] the tokens of the text. Those of the first draft token and before it are kept.
         passes: passes before.
     """
     known = module.block.first_column + 1

@@ -1,9 +1,8 @@
 """Computes losses and their gradients for a few positions at a time.
 
-A distribution has as many entries as the vocabulary, and the forward and backward pass of a loss go
-over it about a dozen times. For all positions at once, each of these passes would go through main
-memory. For a few positions, the intermediate results stay in the processor's cache, and only the
-gradient is stored.
+A distribution has as many entries as the vocabulary, and the forward and backward pass of a loss go over it about a
+dozen times. For all positions at once, each of these passes would go through main memory. For a few positions, the
+intermediate results stay in the processor's cache, and only the gradient is stored.
 """
 
 from __future__ import annotations

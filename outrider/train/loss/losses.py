@@ -87,8 +87,7 @@ def negative_log_alpha(dist: Distributions) -> torch.Tensor:
 def hybrid(dist: Distributions) -> torch.Tensor:
     """Return w KL + (1 - w)(1 - alpha) with w = exp(-3 alpha) (LK losses, 2602.23881).
 
-    While alpha is small, the loss fits the whole distribution. When alpha is large, it maximizes
-    the acceptance.
+    While alpha is small, the loss fits the whole distribution. When alpha is large, it maximizes the acceptance.
     """
     alpha = dist.alpha
     weight = (-3 * alpha.detach()).exp()

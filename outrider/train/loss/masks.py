@@ -1,9 +1,8 @@
 """Unrolls a head with mask tokens: masks after random columns, in one pass with the sequence (P-EAGLE, 2602.01469).
 
-The columns of a sequence come first, with causal attention. The masks of a chosen column follow.
-They attend to the sequence up to their column and to the masks before them, as in the engine. Mask
-k is trained after k given tokens, as the engine uses it after k accepted ones, but it attends to
-none of them.
+The columns of a sequence come first, with causal attention. The masks of a chosen column follow. They attend to the
+sequence up to their column and to the masks before them, as in the engine. Mask k is trained after k given tokens, as
+the engine uses it after k accepted ones, but it attends to none of them.
 
 The paper leaves out more of the deeper masks. Here a share of the columns has all of its masks,
 which costs the same work. The weight of these columns makes up for the others.

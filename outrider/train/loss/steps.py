@@ -8,8 +8,7 @@ from functools import cached_property
 
 import torch
 
-# From outputs [n, H] of the draft and the target's probabilities [n, Vd] to a loss [], summed over
-# the n columns.
+# From outputs [n, H] of the draft and the target's probabilities [n, Vd] to a loss [], summed over the n columns.
 ExtraLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -51,8 +50,7 @@ class Step:
     confidence: torch.Tensor | None = None  # [n] log-odds of acceptance that the draft itself predicts
     weight: float = 1.0  # of each column; above 1 if it stands for columns that are left out
     extra_loss: torch.Tensor | None = None  # [] a loss without draft tokens, summed over the batch
-    # Weights and logits [n, Vd] of other predictions of the same draft tokens, which are trained as
-    # well.
+    # Weights and logits [n, Vd] of other predictions of the same draft tokens, which are trained as well.
     auxiliary: tuple[tuple[float, torch.Tensor], ...] = ()
 
 
@@ -80,9 +78,8 @@ def all_columns_step(
 class Chains:
     """The columns that train more than their first draft token.
 
-    Column c holds token x_(c+1), and its first draft token predicts x_(c+2). Adjacent columns of a
-    sequence are similar training data, so a random share of the columns is enough. Their weight
-    makes up for the others.
+    Column c holds token x_(c+1), and its first draft token predicts x_(c+2). Adjacent columns of a sequence are similar
+    training data, so a random share of the columns is enough. Their weight makes up for the others.
     """
 
     size: int  # columns of the batch

@@ -1,10 +1,9 @@
 """Unrolls a draft over a batch: the training-time test of EAGLE-3 (Li et al. 2025, 3.2).
 
-Column c holds token x_(c+1) and the target's hidden state f_c. In step 0 it predicts x_(c+2). In
-step s it continues after s draft tokens: their tokens are given, and their hidden states are the
-draft's own. A query in step s attends to the columns of step 0 up to its own column, and to its own
-column in later steps. If the draft has several modules, each module makes one step, and attends to
-everything that it has computed itself.
+Column c holds token x_(c+1) and the target's hidden state f_c. In step 0 it predicts x_(c+2). In step s it continues
+after s draft tokens: their tokens are given, and their hidden states are the draft's own. A query in step s attends to
+the columns of step 0 up to its own column, and to its own column in later steps. If the draft has several modules, each
+module makes one step, and attends to everything that it has computed itself.
 
 The result equals a draft that predicts one token after another. The tests compare the two.
 
@@ -40,9 +39,8 @@ def unrolled(module: HeadModule, batch: TrainingBatch, steps: int, later: float 
         module: the draft head.
         batch: the sequences to train on.
         steps: the most steps.
-        later: share of the columns that train more than the first draft token, chosen at random.
-            The other columns are still attended to. For block heads, the share of the positions at
-            which a block begins.
+        later: share of the columns that train more than the first draft token, chosen at random. The other columns are
+            still attended to. For block heads, the share of the positions at which a block begins.
     """
     if isinstance(module, BlockHead):
         return unroll_blocks(module, batch, steps, later)

@@ -41,9 +41,8 @@ _IDS = "outrider_draft_ids"  # name of the buffer with the draft vocabulary
 class DraftModelTrainee:
     """A draft model in training, loaded from the folder `settings.init_from`.
 
-    A draft model only reads tokens, so its prediction does not depend on which of them are draft
-    tokens. One step trains all predictions. More steps repeat them, which the losses of whole
-    chains need.
+    A draft model only reads tokens, so its prediction does not depend on which of them are draft tokens. One step
+    trains all predictions. More steps repeat them, which the losses of whole chains need.
     """
 
     steps = 1
@@ -51,11 +50,7 @@ class DraftModelTrainee:
     shared_kv: tuple[SharedKV, ...] = ()
 
     def __init__(self, settings: Settings, setup: ProposerSetup) -> None:
-        """Load the draft model.
-
-        Raises:
-            OutriderError: there is no such model, or it cannot draft for this target.
-        """
+        """Load the draft model. Raises OutriderError if there is no such model, or it cannot draft for this target."""
         folder = _draft_folder(settings)
         self._checkpoint = load_trainable(folder, setup.device)
         if self._checkpoint.recurrent:
@@ -160,11 +155,7 @@ def write_model(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _draft_ids(settings: Settings, folder: Path, vocab: int) -> torch.Tensor:
-    """Return the draft vocabulary [Vd]. `begin` chooses its ids if its size is an option.
-
-    Raises:
-        OutriderError: the draft model has a draft vocabulary already, and the size is an option.
-    """
+    """Return the draft vocabulary [Vd]. `begin` chooses its ids if its size is an option."""
     size = settings.draft_vocab_size
     present = read_draft_vocabulary(folder, vocab)
     if present is not None and size:

@@ -1,10 +1,9 @@
 """Trains an MTP module together with its target (DeepSeek-AI 2024, 2.2).
 
-The target keeps training on the texts of the dataset, with the cross entropy of each next token.
-The module learns to predict the same texts from the target's current hidden states. It shares the
-target's embedding and LM head, and its gradients reach the target. The loss is the target's loss
-plus the weighted loss of the module. The target generates no answers: the target distribution at
-each position is all on the next token of the text.
+The target keeps training on the texts of the dataset, with the cross entropy of each next token. The module learns to
+predict the same texts from the target's current hidden states. It shares the target's embedding and LM head, and its
+gradients reach the target. The loss is the target's loss plus the weighted loss of the module. The target generates no
+answers: the target distribution at each position is all on the next token of the text.
 """
 
 from __future__ import annotations
@@ -65,9 +64,8 @@ class JointTrainee(HeadTrainee):
             )
         if _is_quantized(Path(settings.engine.target)):
             raise OutriderError(
-                f"--train-target changes the weights of the target, and {settings.engine.target}"
-                " keeps its quantized ones; use the folder of the unquantized model, or leave"
-                " --train-target out"
+                f"--train-target changes the weights of the target, and {settings.engine.target} keeps its quantized"
+                " ones; use the folder of the unquantized model, or leave --train-target out"
             )
         self._checkpoint = load_trainable(Path(settings.engine.target), setup.device)
         self._draft_weight = settings.train_target

@@ -44,13 +44,11 @@ def find_sliding_kv(target: Target, tables: SharedWeights) -> SharedKV | None:
 def find_shared_kv(target: Target, tables: SharedWeights, layer_type: str = FULL) -> SharedKV:
     """Return a description of the keys and values of the last layer of a type.
 
-    In a sequence that repeats one token, every layer computes the same values at all positions, and
-    so does attention. So keys without their rotary encoding must be the same, too. If they are not,
-    the encoding is an unknown one.
+    In a sequence that repeats one token, every layer computes the same values at all positions, and so does attention.
+    So keys without their rotary encoding must be the same, too. If they are not, the encoding is an unknown one.
 
     Raises:
-        OutriderError: the target does not export its keys, or their layout or rotary encoding is
-            unknown.
+        OutriderError: the target does not export its keys, or their layout or rotary encoding is unknown.
     """
     kv_view = tables.kv_view
     if kv_view is None:

@@ -154,8 +154,7 @@ def _peagle(sizes: Sizes) -> HeadDescription:
 
 
 def _mtp(sizes: Sizes) -> HeadDescription:
-    # Several modules work as in DeepSeek-V3, whose checkpoint format is the only one that can hold
-    # them.
+    # Several modules work as in DeepSeek-V3, whose checkpoint format is the only one that can hold them.
     several = sizes.modules > 1
     return _head(
         sizes,
@@ -175,8 +174,7 @@ def _kv_sharing(sizes: Sizes) -> HeadDescription:
             "kv-sharing reads the keys and values of the target, and this target does not export them; use mtp"
         )
     _check_centroids(sizes)
-    # As in Gemma 4's assistants, all layers but the last one attend to a window if the target has
-    # such layers.
+    # As in Gemma 4's assistants, all layers but the last one attend to a window if the target has such layers.
     shared_kv = (*((sizes.sliding_view or view,) * (sizes.depth - 1)), view)
     # As many query heads as fit into the width, in equal groups for the key heads.
     key_heads = math.lcm(*(shared.key_heads for shared in shared_kv))
@@ -239,8 +237,7 @@ def _dflash(sizes: Sizes, kind: Kind = Kind.DFLASH, **parts: Any) -> HeadDescrip
 def _rank(sizes: Sizes) -> int:
     """Return the rank of a correction.
 
-    It is at most a quarter of the width, because the two tables of a correction have a row for
-    every token.
+    It is at most a quarter of the width, because the two tables of a correction have a row for every token.
     """
     return max(min(_MAX_RANK, sizes.hidden // 4), 1)
 

@@ -79,7 +79,6 @@ class HeadTrainee:
         """Make a new head, or load the one in `settings.init_from`.
 
         Args:
-            kind: the kind of the head.
             settings: the options of the training.
             setup: the engine with the target.
             tables: the weights that the head shares with the target.
@@ -225,10 +224,6 @@ def _load_head(settings: Settings, wanted: HeadDescription, setup: ProposerSetup
         settings: the options of the training.
         wanted: the description of a new head for this target.
         setup: the engine with the target.
-
-    Raises:
-        OutriderError: the head is of another kind or for another target, or an option would change
-            its shape.
     """
     assert settings.init_from is not None
     module = read_head(model_folder(settings.init_from), dtype=torch.float32, device=setup.device).requires_grad_(True)
@@ -244,17 +239,15 @@ def _load_head(settings: Settings, wanted: HeadDescription, setup: ProposerSetup
         differs |= loaded.target_hidden != wanted.target_hidden or loaded.target_layers != wanted.target_layers
     if differs:
         raise OutriderError(
-            f"{settings.init_from} is of kind {loaded.kind}, for a target with vocabulary"
-            f" {loaded.vocab}, width {loaded.target_hidden} and {loaded.target_layers} layers; this"
-            f" training needs kind {wanted.kind}, for a target with vocabulary {wanted.vocab},"
-            f" width {wanted.target_hidden} and {wanted.target_layers} layers"
+            f"{settings.init_from} is of kind {loaded.kind}, for a target with vocabulary {loaded.vocab}, width"
+            f" {loaded.target_hidden} and {loaded.target_layers} layers; this training needs kind {wanted.kind}, for a"
+            f" target with vocabulary {wanted.vocab}, width {wanted.target_hidden} and {wanted.target_layers} layers"
         )
     if loaded.input_fusion and wanted.input_fusion and loaded.input_fusion.at is not wanted.input_fusion.at:
         raise OutriderError(
-            f"{settings.init_from} fuses embeddings and hidden states at its"
-            f" {loaded.input_fusion.at}, and {wanted.kind} does so at its {wanted.input_fusion.at};"
-            f" train {'slim' if loaded.input_fusion.at is FusionPoint.PROJECTION else 'eagle31'}"
-            " instead"
+            f"{settings.init_from} fuses embeddings and hidden states at its {loaded.input_fusion.at}, and"
+            f" {wanted.kind} does so at its {wanted.input_fusion.at}; train"
+            f" {'slim' if loaded.input_fusion.at is FusionPoint.PROJECTION else 'eagle31'} instead"
         )
     if set(loaded.shared_kv) != set(wanted.shared_kv):
         raise OutriderError(
@@ -290,10 +283,7 @@ def _check_options(kind: str, settings: Settings, description: HeadDescription) 
             settings.draft_tokens and not description.parallel_draft_tokens,
             f"{kind} has no block; leave --draft-tokens out",
         ),
-        (
-            mask_token_id is not None and description.block is None,
-            f"{kind} has no block; leave --mask-token-id out",
-        ),
+        (mask_token_id is not None and description.block is None, f"{kind} has no block; leave --mask-token-id out"),
         (
             (mask_token_id or 0) >= description.vocab,
             f"--mask-token-id is {mask_token_id}, and the target has {description.vocab} tokens; use a smaller id",

@@ -1,9 +1,8 @@
 """Moves a draft head to another target than the one that it was trained for.
 
-A head with its own embedding and LM head depends on its target in one place: the fusion layer,
-which reads hidden states. All other weights are kept. The new fusion layer is fitted by least
-squares: on the same sequences, its outputs from the new target's states should equal the old
-outputs from the previous target's states.
+A head with its own embedding and LM head depends on its target in one place: the fusion layer, which reads hidden
+states. All other weights are kept. The new fusion layer is fitted by least squares: on the same sequences, its outputs
+from the new target's states should equal the old outputs from the previous target's states.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class PreviousTarget:
         """Check the head. The target in `folder` is loaded later, by `fit_fusion`.
 
         Raises:
-            OutriderError: the head shares tables with its target, or it has masks, which depend on
-                the target.
+            OutriderError: the head shares tables with its target, or it has masks, which depend on the target.
         """
         description = head.description
         if (
@@ -46,9 +44,8 @@ class PreviousTarget:
             or not (description.aux_states.fused and description.own_embedding and description.own_lm_head)
         ):
             raise OutriderError(
-                f"a draft of kind {description.kind} that uses its target's tables, or masks, is"
-                " bound to that target; leave --init-target out, or continue from a draft that was"
-                " trained as slim or with --hidden-size"
+                f"a draft of kind {description.kind} that uses its target's tables, or masks, is bound to that target;"
+                " leave --init-target out, or continue from a draft that was trained as slim or with --hidden-size"
             )
         self._head = head
         self._folder = folder
@@ -79,8 +76,7 @@ class PreviousTarget:
         target = self._load_target()
         size = moved.fuse.in_features
         device = self._setup.device
-        # The normal equations: the Gram matrix of the inputs, and the products of inputs and
-        # outputs.
+        # The normal equations: the Gram matrix of the inputs, and the products of inputs and outputs.
         gram = torch.zeros(size, size, dtype=torch.float64, device=device)
         products = torch.zeros(size, moved.fuse.out_features, dtype=torch.float64, device=device)
         for inputs, outputs in self._regression_pairs(target, moved, samples()):
@@ -123,9 +119,8 @@ class PreviousTarget:
             or (target.share_weights().head.shape[1], target.layers) != expected_shape
         ):
             raise OutriderError(
-                f"{self._folder} is not the target of --init-from, which has width"
-                f" {description.target_hidden} and {description.target_layers} layers; name that"
-                " target with --init-target"
+                f"{self._folder} is not the target of --init-from, which has width {description.target_hidden} and"
+                f" {description.target_layers} layers; name that target with --init-target"
             )
         target.export_hidden_states(description.aux_states.layers)
         return target

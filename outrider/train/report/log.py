@@ -22,7 +22,6 @@ class Log:
         """Open the log, and remove all lines after generation cycle `begin`.
 
         Args:
-            folder: the folder of the training.
             begin: number of the last cycle that the state of the training includes.
             events: also write TensorBoard events.
 
@@ -100,11 +99,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def write(file: Path, text: str) -> None:
-    """Write a file completely or not at all.
-
-    Raises:
-        OutriderError: the file cannot be written.
-    """
+    """Write a file completely or not at all. Raises OutriderError if the file cannot be written."""
     temporary = file.with_name(f"{file.name}.new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -69,11 +69,9 @@ def answer_logprobs(model: Any, answers: Answers, *, temperature: float, share_p
 
     Args:
         model: a causal language model of transformers.
-        answers: the answers.
         temperature: divides the logits.
-        share_prompt: compute the keys and values of the prompt once for all answers. Gradients flow
-            through them. A model with recurrent layers cannot: transformers writes their states in
-            place, which has no gradient.
+        share_prompt: compute the keys and values of the prompt once for all answers. Gradients flow through them. A
+            model with recurrent layers cannot: transformers writes their states in place, which has no gradient.
     """
     count, length = answers.tokens.shape
     last = answers.prompt[-1:].expand(count, 1)

@@ -117,8 +117,7 @@ class DraftTraining:
     def recording(self, policy: Any, rollouts: Sequence[Rollout]) -> Iterator[None]:
         """Record the hidden states of the policy for rollouts of one prompt, which are padded on the right.
 
-        The policy may read the first tokens of the prompt in a pass of their own, once for all
-        rollouts.
+        The policy may read the first tokens of the prompt in a pass of their own, once for all rollouts.
         """
         stack = layer_stack(policy)[1]
         layers = self._layers = sorted({*self._trainee.aux_states.layers, len(stack) - 1})

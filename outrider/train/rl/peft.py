@@ -19,10 +19,9 @@ _MERGE = "give the state_dict of what merge_and_unload() returns for a copy of t
 def merged_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights of a model for `RolloutEngine.update_weights`.
 
-    The names are those of the base model's `state_dict`. The active LoRA adapters are merged, and
-    the layers of `modules_to_save` replace those of the base model. The model itself does not
-    change: one layer at a time is copied and merged, so that no rounding of a merge and its
-    reversal remains in the weights that are trained.
+    The names are those of the base model's `state_dict`. The active LoRA adapters are merged, and the layers of
+    `modules_to_save` replace those of the base model. The model itself does not change: one layer at a time is copied
+    and merged, so that no rounding of a merge and its reversal remains in the weights that are trained.
 
     Args:
         model: a model of transformers, a `PeftModel` around one, or one with `add_adapter`.
@@ -57,11 +56,7 @@ def _weights(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor
 
 
 def _merged(module: nn.Module, prefix: str) -> Any:
-    """Return a module of the base model that computes what a module with its adapter does.
-
-    Raises:
-        OutriderError: the adapter is not LoRA, or the weights under it are quantized.
-    """
+    """Return a module of the base model that computes what a module with its adapter does."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper

@@ -31,10 +31,9 @@ class Rollout:
     token_ids: tuple[int, ...]  # with the end token, if one was sampled
     text: str
     finish_reason: FinishReason
-    # By token, natural logarithms. `logprobs`: under the model's own softmax, that is, at
-    # temperature 1 without filters and penalties. `sampled_logprobs`: under the distribution that
-    # the token was sampled from, which is renormalized after temperature, top_k, top_p and min_p; 0
-    # for greedy requests.
+    # By token, natural logarithms. `logprobs`: under the model's own softmax, that is, at temperature 1 without filters
+    # and penalties. `sampled_logprobs`: under the distribution that the token was sampled from, which is renormalized
+    # after temperature, top_k, top_p and min_p; 0 for greedy requests.
     logprobs: tuple[float, ...]
     sampled_logprobs: tuple[float, ...]
     weight_versions: tuple[tuple[int, int], ...]  # (index of the first token, version of the weights), in order

@@ -110,8 +110,7 @@ class StepReport:
     loss: float
     kl: float  # estimate of the divergence from the reference; 0 without one
     grad_norm: float
-    # Largest difference between the log-probabilities of engine and trainer. It is rounding, unless
-    # something is wrong.
+    # Largest difference between the log-probabilities of engine and trainer. It is rounding, unless something is wrong.
     logprob_error: float
     speculation: Speculation
     overlap: Overlap = field(default_factory=Overlap)  # of the answers with each other and with the previous pass

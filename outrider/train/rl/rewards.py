@@ -47,9 +47,8 @@ def compute_rewards(
     Args:
         function: it is called in threads, up to 8 at a time.
         pairs: the rollouts with their problems.
-        timeout: seconds that one call may take; None: no limit, and the calls run one after another
-            in this thread. A call that takes longer goes on in its thread until it returns, and its
-            result is ignored.
+        timeout: seconds that one call may take; None: no limit, and the calls run one after another in this thread. A
+            call that takes longer goes on in its thread until it returns, and its result is ignored.
 
     Raises:
         OutriderError: `timeout` is not above 0.

@@ -65,10 +65,9 @@ class RolloutEngine:
 
         Args:
             llm: the policy and its proposer.
-            allow_lossy: the name of the engine's lossy verification rule, to use it although its
-                tokens are not samples of the policy. Importance weights correct that for `blend`
-                only, whose `sampled_logprobs` are those of the distribution that the tokens were
-                sampled from.
+            allow_lossy: the name of the engine's lossy verification rule, to use it although its tokens are not samples
+                of the policy. Importance weights correct that for `blend` only, whose `sampled_logprobs` are those of
+                the distribution that the tokens were sampled from.
 
         Raises:
             OutriderError: the engine has a lossy rule that is not allowed by name.
@@ -77,9 +76,8 @@ class RolloutEngine:
         if not verifier.exact and allow_lossy != verifier.name:
             correction = " and correct it by importance weights" if verifier.records_distribution else ""
             raise OutriderError(
-                f"verifier {verifier.name} is lossy: its tokens are not samples of the policy,"
-                f" which biases the gradient; use an exact one, or allow_lossy={verifier.name!r} to"
-                f" use it all the same{correction}"
+                f"verifier {verifier.name} is lossy: its tokens are not samples of the policy, which biases the"
+                f" gradient; use an exact one, or allow_lossy={verifier.name!r} to use it all the same{correction}"
             )
         if verifier.exact and allow_lossy is not None:
             raise OutriderError(f"allow_lossy is {allow_lossy!r}, and verifier {verifier.name} is exact; leave it out")
@@ -163,10 +161,8 @@ class RolloutEngine:
             params: how to sample; None: temperature 1 and at most 128 tokens. Its `n` must be 1. A
                 `seed` in it is not allowed, as it would be the seed of all samples.
             n: samples of each prompt.
-            seed: the seed of the call. A seed, the index of a prompt and the index of a sample
-                determine a rollout.
-            groups: the name of the group of each prompt; None: prompts with equal tokens are a
-                group.
+            seed: the seed of the call. A seed, the index of a prompt and the index of a sample determine a rollout.
+            groups: the name of the group of each prompt; None: prompts with equal tokens are a group.
 
         Raises:
             OutriderError: a prompt or a parameter does not fit the model.
@@ -221,8 +217,7 @@ class RolloutEngine:
             (request,) = self.llm.request_maker.of_tokens(sample.prompt_token_ids, own)
             requests.append(replace(request, group=sample.group))
         pairs = zip(requests, samples, strict=True)
-        # Groups whose rollouts were long start first, so that they do not run alone at the end. New
-        # groups may be long.
+        # Groups whose rollouts were long start first, so that they do not run alone at the end. New groups may be long.
         for request, sample in sorted(pairs, key=lambda pair: -self._mean_length.get(pair[0].group, inf)):
             seq = self.llm.add(request)
             self._pending[request.id] = _Pending(seq, sample.prompt, sample.sample, request.group)
@@ -231,9 +226,8 @@ class RolloutEngine:
     def completed(self) -> Iterator[Rollout]:
         """Yield rollouts of `submit` as they finish, until none is left.
 
-        The loop may call `submit`, `update_weights`, `update_draft` and `cancel`. This is
-        asynchronous training: a rollout then has tokens of several versions, and
-        `Rollout.weight_versions` says which.
+        The loop may call `submit`, `update_weights`, `update_draft` and `cancel`. This is asynchronous training: a
+        rollout then has tokens of several versions, and `Rollout.weight_versions` says which.
         """
         while self._pending or self._unread:
             finished = self._unread or self.step()
@@ -297,11 +291,7 @@ def samples_of(
 
 
 def check_call(prompts: Sequence[Prompt], params: SamplingParams, n: int, groups: Sequence[str] | None) -> None:
-    """Check the arguments of `RolloutEngine.generate`.
-
-    Raises:
-        OutriderError: one of them is invalid.
-    """
+    """Check the arguments of `RolloutEngine.generate`. Raises OutriderError if one of them is invalid."""
     if isinstance(prompts, str) or not prompts:
         raise OutriderError("prompts is no list of prompts; give a list of strings or of lists of token ids")
     if not 1 <= n <= _MAX_SAMPLES:

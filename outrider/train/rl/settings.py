@@ -20,9 +20,8 @@ class GRPOSettings:
     micro_batch: int = 8  # answers to a problem in one forward pass, at most
     lr: float = 1e-6
     clip: float = 0.2  # largest change of the probability ratio that is rewarded
-    # Weigh each token by the ratio of its probabilities under the policy and the rollout, at most
-    # this (truncated importance sampling). None: no weights, as the rollouts of an exact engine are
-    # samples of the policy.
+    # Weigh each token by the ratio of its probabilities under the policy and the rollout, at most this (truncated
+    # importance sampling). None: no weights, as the rollouts of an exact engine are samples of the policy.
     importance_cap: float | None = None
     beta: float = 0.0  # weight of the KL penalty; 0: none, and no reference model is kept
     max_grad_norm: float = 1.0

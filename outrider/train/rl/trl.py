@@ -3,9 +3,8 @@
     engine = RolloutEngine.load(folder, proposer="suffix:100000")
     trainer = GRPOTrainer(model=folder, rollout_func=TRLRollouts(engine), ...)
 
-TRL applies no importance weights to rollouts that do not come from vLLM: it takes them as samples
-of the current policy. So the adapter accepts exact engines only, and loads the weights whenever the
-trainer has changed them.
+TRL applies no importance weights to rollouts that do not come from vLLM: it takes them as samples of the current
+policy. So the adapter accepts exact engines only, and loads the weights whenever the trainer has changed them.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ class TRLRollouts:
 
         Args:
             engine: a rollout engine with an exact verifier.
-            statistics: pass `outrider_tau` (output tokens per pass of the target) of each
-                completion to the reward functions, as TRL does with all further fields of a
-                rollout.
+            statistics: pass `outrider_tau` (output tokens per pass of the target) of each completion to the reward
+                functions, as TRL does with all further fields of a rollout.
 
         Raises:
             OutriderError: the engine's verifier is lossy.

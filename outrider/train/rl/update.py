@@ -51,8 +51,7 @@ class PolicyUpdater:
         """Prepare the updates.
 
         Args:
-            policy: a causal language model of transformers in evaluation mode, so that all passes
-                over a token agree.
+            policy: a causal language model of transformers in evaluation mode, so that all passes over a token agree.
             settings: the settings of the run.
             share_prompts: as of `answer_logprobs`.
             draft: records the passes of the first update.
@@ -97,8 +96,7 @@ class PolicyUpdater:
         """Add the gradient of a batch. Return its loss and KL estimate, divided by `tokens`."""
         settings = self._settings
         answers = batch.answers
-        # No weight changes before all passes of the first update are done, so they are passes of
-        # the old policy.
+        # No weight changes before all passes of the first update are done, so they are passes of the old policy.
         if batch.old is None:
             recording = nullcontext() if self._draft is None else self._draft.recording(self._policy, answers.rollouts)
             with recording:

@@ -1,7 +1,6 @@
 """Acceptance of ordered bins within a distance (Spec-VLA, Wang et al. 2025, arXiv 2507.22424).
 
-Action tokens of a robot are bins of a continuous value, so a token a few bins away is nearly the
-same action.
+Action tokens of a robot are bins of a continuous value, so a token a few bins away is nearly the same action.
 """
 
 from __future__ import annotations

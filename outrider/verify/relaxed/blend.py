@@ -1,9 +1,8 @@
 """Verification against a blend of target and draft, whose log-probabilities are recorded.
 
-The output then follows the draft in part. This is useful if the draft prefers wanted outputs, such
-as answers with a high reward. The blend (1 - s) p + s q is known at each position, so importance
-weights correct an estimate from its samples. Its total variation distance from p is s times that of
-q, so at most s.
+The output then follows the draft in part. This is useful if the draft prefers wanted outputs, such as answers with a
+high reward. The blend (1 - s) p + s q is known at each position, so importance weights correct an estimate from its
+samples. Its total variation distance from p is s times that of q, so at most s.
 """
 
 from __future__ import annotations

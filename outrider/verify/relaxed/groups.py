@@ -77,11 +77,10 @@ class OverlappingGroups:
 def group_rejection(groups_of: GroupsOf) -> VerifyFunction:
     """Return the rule that accepts the group of a draft token with probability min(1, p(g) / q(g)). Chains only.
 
-    The group g of a draft token x is drawn uniformly from the groups of x; the rule accepts with
-    the mean probability. At a rejection, a group has the distribution norm((p(g) - q(g))+), and the
-    bonus token is sampled from p within the group. So the group has the probability p(g), whatever
-    q is (Yanuka et al. 2025, arXiv 2511.13732). Tokens without probability under p are never
-    accepted, and q(g) does not count them.
+    The group g of a draft token x is drawn uniformly from the groups of x; the rule accepts with the mean probability.
+    At a rejection, a group has the distribution norm((p(g) - q(g))+), and the bonus token is sampled from p within the
+    group. So the group has the probability p(g), whatever q is (Yanuka et al. 2025, arXiv 2511.13732). Tokens without
+    probability under p are never accepted, and q(g) does not count them.
 
     Args:
         groups_of: the groups at a node. They may depend on p, but not on the draft token.

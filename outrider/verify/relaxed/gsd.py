@@ -1,11 +1,10 @@
 """Acceptance by clusters of tokens (grouped speculative decoding, So et al. 2025, arXiv 2508.07747).
 
-The paper accepts a draft token with min(1, p(C) / q(C)) for a cluster C of tokens around it that
-have a similar probability and a similar embedding, and after a rejection it samples from norm((p -
-q)+). Its clusters depend on the draft token, so no distribution of the emitted tokens is exact, and
-no distance is bounded. Here the clusters are a partition that does not depend on the draft token,
-and after a rejection a cluster is sampled from norm((p(C) - q(C))+). So each cluster has its
-probability under p. Dynamic clusters divide a static cluster, at each position, into tokens of
+The paper accepts a draft token with min(1, p(C) / q(C)) for a cluster C of tokens around it that have a similar
+probability and a similar embedding, and after a rejection it samples from norm((p - q)+). Its clusters depend on the
+draft token, so no distribution of the emitted tokens is exact, and no distance is bounded. Here the clusters are a
+partition that does not depend on the draft token, and after a rejection a cluster is sampled from norm((p(C) - q(C))+).
+So each cluster has its probability under p. Dynamic clusters divide a static cluster, at each position, into tokens of
 similar probability under p.
 """
 

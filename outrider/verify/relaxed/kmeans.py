@@ -16,13 +16,11 @@ def kmeans(
     Args:
         points: [N, D] float, at least `count` of them.
         count: number of clusters.
-        seed: chooses the first centers. A cluster that loses all its points starts again at a
-            random point.
+        seed: chooses the first centers. A cluster that loses all its points starts again at a random point.
         iterations: rounds of assignment and averaging.
 
     Returns:
-        The clusters [N] of the points and the centers [count, D]. A cluster may be empty if points
-        are equal.
+        The clusters [N] of the points and the centers [count, D]. A cluster may be empty if points are equal.
     """
     generator = torch.Generator().manual_seed(seed)
     centers = points[torch.randperm(len(points), generator=generator)[:count].to(points.device)].clone()

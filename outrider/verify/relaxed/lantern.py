@@ -1,13 +1,11 @@
 """Nearest-neighbor pooling of the target's probability, within a total variation distance (LANTERN).
 
-LANTERN (Jang et al. 2024, arXiv 2410.03355) accepts a draft token x with the probability that the
-target gives to x and its nearest neighbors, as far as this changes p by at most delta. The set of
-neighbors depends on x, so delta bounds the change for one draft token. The distribution of the
-emitted tokens, over all draft tokens, can be much further from p. Here the probability is pooled
-for all tokens at once, before x is known: what p has more than q at a token moves to neighbors
-where q has more than p, the nearest first, until delta has moved. The result is a distribution
-within delta of p, and an exact rule verifies the draft against it. So delta bounds the emitted
-tokens.
+LANTERN (Jang et al. 2024, arXiv 2410.03355) accepts a draft token x with the probability that the target gives to x and
+its nearest neighbors, as far as this changes p by at most delta. The set of neighbors depends on x, so delta bounds the
+change for one draft token. The distribution of the emitted tokens, over all draft tokens, can be much further from p.
+Here the probability is pooled for all tokens at once, before x is known: what p has more than q at a token moves to
+neighbors where q has more than p, the nearest first, until delta has moved. The result is a distribution within delta
+of p, and an exact rule verifies the draft against it. So delta bounds the emitted tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ def lantern(neighbors: torch.Tensor, delta: float) -> VerifyFunction:
 def pool(p: torch.Tensor, q: torch.Tensor, neighbors: torch.Tensor, delta: float) -> torch.Tensor:
     """Return p [N, V] after moving at most `delta` of its mass between neighbors, toward q [N, V].
 
-    The sum of min(p, q) over the tokens grows by what has moved. Tokens without probability under p
-    get none.
+    The sum of min(p, q) over the tokens grows by what has moved. Tokens without probability under p get none.
     """
     missing = (q - p).clamp(min=0) * (p > 0)
     spare = (p - q).clamp(min=0)

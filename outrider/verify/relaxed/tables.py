@@ -25,10 +25,9 @@ _KINDS = ("neighbors", "groups", "bins")  # what a JSON file may hold
 class Table:
     """A table of a file.
 
-    A `.safetensors` file has an `embedding` [n, D], and `tokens` [n] if its rows are not the token
-    ids 0, 1, ... of the whole vocabulary. A `.json` file has the target's `vocab` and one of
-    `neighbors` (an object with the neighbors of token ids, the nearest first), `groups` (lists of
-    token ids) and `bins` (token ids in order).
+    A `.safetensors` file has an `embedding` [n, D], and `tokens` [n] if its rows are not the token ids 0, 1, ... of the
+    whole vocabulary. A `.json` file has the target's `vocab` and one of `neighbors` (an object with the neighbors of
+    token ids, the nearest first), `groups` (lists of token ids) and `bins` (token ids in order).
     """
 
     file: str

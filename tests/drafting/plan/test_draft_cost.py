@@ -1,7 +1,5 @@
 """Tests of the time of drafting: its fixed part is told apart from the part of a draft token."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.drafting.plan.draft_cost import DraftCost

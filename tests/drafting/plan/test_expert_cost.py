@@ -1,7 +1,5 @@
 """The cost of a pass of a mixture of experts includes the experts that its tokens read."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import pytest

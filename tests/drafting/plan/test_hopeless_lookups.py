@@ -3,8 +3,6 @@
 There a pass over two tokens takes 1.7 times as long as over one, so a rejected draft is expensive.
 """
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate
 from operator import mul

@@ -1,7 +1,5 @@
 """Tests of the cost model, its calibration, and the cost planner."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -1,7 +1,5 @@
 """Tests of what the planner knows of a proposer: acceptance, the best draft length, trials, and its state."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Tests of drafts that are compared with the text instead of being verified."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

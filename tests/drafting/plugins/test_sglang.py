@@ -1,7 +1,5 @@
 """Tests of the drafts in SGLang: fakes of the classes that it extends, and the released package where installed."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """Tests of the drafts in vLLM: a fake that calls as vLLM 0.32 and 0.33 do, and vLLM itself where it is installed."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Tests of `best`, which uses the draft with the highest expected value."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

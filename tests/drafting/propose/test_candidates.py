@@ -1,7 +1,5 @@
 """Draft models whose LM head is approximated by low-rank factors, with exact logits for the best panels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

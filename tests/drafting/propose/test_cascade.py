@@ -1,7 +1,5 @@
 """The cascade: it drafts the same greedy chains as its draft model, in fewer passes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -54,11 +52,7 @@ class PassCounter(WrappedTarget):
         return chains
 
 
-@pytest.fixture(
-    scope="module",
-    params=CASES,
-    ids=lambda case: f"{case[0]}-{case[1]}",
-)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def models(request):
     """Target, draft model, tokenizer and slots. bfloat16 runs on the native kernels if there is a compiler."""
     dtype, slots = request.param

@@ -1,7 +1,5 @@
 """Tests of chains of a draft model: catching up, staying within the budget, and the cache of the draft model."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.core.params import SamplingParams
@@ -75,15 +73,16 @@ def test_nothing_is_fed_before_the_first_draft():
     assert [model.cache.length(seq.slot) for seq in seqs] == [0, 0, 0]
 
 
-def test_a_long_prompt_is_prefilled_over_several_rounds():
+def test_a_long_prompt_is_prefilled_over_several_rounds_after_the_first_token():
     target = ToyTarget(context=2048)
     proposer, model = proposer_of(target, ToyTarget(seed=99, context=2048))
     seqs = admit(proposer, [[1, 2] * 450, [3, 4]])
-    batch = batch_of(seqs, 2)
-    draft = proposer.propose(batch)
-    assert (draft.width, draft.num_prefilling) == ((0, 2), 1)
-    commit(proposer, verify(target, batch, draft))
-    assert model.cache.length(0) == 512
+    for cached in (0, 512):
+        batch = batch_of(seqs, 2)
+        draft = proposer.propose(batch)
+        assert (draft.width, draft.num_prefilling) == ((0, 2), 1)
+        commit(proposer, verify(target, batch, draft))
+        assert model.cache.length(0) == cached
     assert proposer.propose(batch_of(seqs, 2)).width == (2, 2)
 
 

@@ -1,7 +1,5 @@
 """Tests of the combinations of proposers: `first`, `switch` and `merge`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

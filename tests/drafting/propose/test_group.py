@@ -1,7 +1,5 @@
 """Drafts from other outputs for the same prompt: who feeds whom, for how long, and that outputs do not change."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider import OutriderError

@@ -1,7 +1,5 @@
 """The guard around a proposer: exceptions cost draft tokens and nothing else."""
 
-from __future__ import annotations
-
 import logging
 import random
 

@@ -1,7 +1,5 @@
 """Tests of the n-gram proposer: what it copies, and what it learns."""
 
-from __future__ import annotations
-
 from outrider.core.types import Scores
 from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.testing import ToyTarget, toy_setup

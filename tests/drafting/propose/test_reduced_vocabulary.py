@@ -1,7 +1,5 @@
 """Draft models whose LM head has a part of the vocabulary."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tests of the expressions that name proposers."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.drafting.propose.combine import First, Merge, Switch

@@ -1,7 +1,5 @@
 """Tests of `without_outputs`: proposers that are made again without the outputs that they remember."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider import LLM, SamplingParams

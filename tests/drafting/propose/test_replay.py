@@ -1,7 +1,5 @@
 """Replay: recorded outputs are drafted with the chosen acceptance, only for their prompt and only while they fit."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

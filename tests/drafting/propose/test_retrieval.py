@@ -1,7 +1,5 @@
 """The datastore, compared with brute force: building, damaged files, and the proposer that uses it."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

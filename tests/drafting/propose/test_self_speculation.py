@@ -1,7 +1,5 @@
 """Self-speculation: submodels and quantized copies of the target, shared memory, and unchanged output."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 
@@ -403,10 +401,7 @@ def settled(tmp_path_factory):
 
 
 @pytest.mark.fast_cases("exit:2-block")
-@pytest.mark.parametrize(
-    ("spec", "verifier"),
-    [("exit:2", "block"), ("exit:3", "traversal"), ("skip:2", "rejection")],
-)
+@pytest.mark.parametrize(("spec", "verifier"), [("exit:2", "block"), ("exit:3", "traversal"), ("skip:2", "rejection")])
 def test_output_distribution_is_exact_with_sampled_drafts(spec, verifier, settled):
     target, prompt, distribution = settled
     engine = make_engine(target, maker_of(spec), verifier=verifier, k=3, rows=64)

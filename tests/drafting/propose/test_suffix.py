@@ -21,20 +21,13 @@ from outrider.drafting.propose.lookup.suffix_text import NativeSuffixIndex, Pyth
 from outrider.drafting.propose.lookup.suffix_tree import ShareCalibration
 from outrider.drafting.propose.registry import find_proposer
 from outrider.drafting.propose.tree_builder import TreeBuilder
-from outrider.errors import OutriderError, UnsupportedModel
+from outrider.errors import OutriderError
 from outrider.models.native.library import load_library
 from outrider.testing import ToyTarget, toy_setup
 from outrider.testing.drive import append, make_round, make_seq
+from tests.helpers.tiny import compiles
 
-
-def has_compiler() -> bool:
-    try:
-        return bool(load_library())
-    except UnsupportedModel:
-        return False
-
-
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler here")
+needs_compiler = pytest.mark.skipif(not compiles(), reason="no C++ compiler here")
 INDEX_MAKERS = [
     pytest.param(PythonSuffixIndex, id="python"),
     pytest.param(lambda: NativeSuffixIndex(load_library()), id="native", marks=needs_compiler),

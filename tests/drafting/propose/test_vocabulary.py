@@ -1,7 +1,5 @@
 """Draft models with another vocabulary: the text of their tokens, and drafting by tokens and by text."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

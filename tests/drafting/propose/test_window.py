@@ -4,8 +4,6 @@ The model attends to a few tokens in two layers. A draft with the same weights a
 same logits in its window, and each of its draft tokens must be accepted.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -34,11 +32,7 @@ def folders(tmp_path_factory):
     """A target, and a draft of the same weights with fewer positions."""
     root = tmp_path_factory.mktemp("window")
     config = tiny.make_config(
-        "MistralConfig",
-        head_dim=16,
-        num_hidden_layers=2,
-        sliding_window=tiny.WINDOW,
-        max_position_embeddings=CONTEXT,
+        "MistralConfig", head_dim=16, num_hidden_layers=2, sliding_window=tiny.WINDOW, max_position_embeddings=CONTEXT
     )
     target = tiny.save(root / "target", config)
     draft = root / "draft"
@@ -195,13 +189,7 @@ def test_prefix_is_reused_within_windows(kernels, folders):
     """A second request with the same prompt finds the tokens of its window in the draft's cache."""
     target, draft = folders
     llm = LLM(
-        target,
-        proposer=f"draft:{draft}",
-        k=4,
-        dtype="float32",
-        kernels=kernels,
-        max_num_seqs=2,
-        max_model_len=CONTEXT,
+        target, proposer=f"draft:{draft}", k=4, dtype="float32", kernels=kernels, max_num_seqs=2, max_model_len=CONTEXT
     )
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, scope="user")
     prompt = random_ids(2 * WINDOW + 3)  # its window does not move while the output is generated

@@ -1,7 +1,5 @@
 """Greedy rounds of a toy target, and checks that several proposers must pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

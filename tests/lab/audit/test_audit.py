@@ -1,7 +1,5 @@
 """Tests that the audit passes for exact pairs and fails for all others."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -167,10 +165,7 @@ def test_embedded_pair_passes(prompts_file):
 
 
 @pytest.mark.fast_cases("native-int8")
-@pytest.mark.parametrize(
-    ("kernels", "quantize"),
-    [("native", "int8"), ("torch", "int4"), ("torch", None)],
-)
+@pytest.mark.parametrize(("kernels", "quantize"), [("native", "int8"), ("torch", "int4"), ("torch", None)])
 def test_audit_uses_the_kernels_and_quantization_of_the_user(kernels, quantize, prompts_file):
     nano = str(embedded("nano"))  # a small model, which is loaded three times
     settings = asked(target=nano, proposer="ngram", kernels=kernels, quantize=quantize, prompts=prompts_file)
@@ -339,7 +334,7 @@ def test_replay_reports_differences():
 
 
 def test_replay_accepts_differences_that_rounding_explains():
-    greedy = [case for case in cases(ScriptedPair(), EXACT["walk"], k=2, depths=(1,)) if not case.sampled]
+    greedy = [case for case in cases(ScriptedPair(), EXACT["walk"], k=2, depths=(1,)) if not case.temperature]
     section = replay(ScriptedPair({(0, 2)}, gap=1e-5), EXACT["walk"], k=2, depths=(1,), tokens=8, seed=0)
     greedy_details = [detail for detail in section.details if not detail.temperature]
     assert len(greedy_details) == len(greedy)

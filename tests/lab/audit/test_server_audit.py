@@ -1,7 +1,5 @@
 """Tests that the audit of a server passes for an exact one and names the defect of a broken one."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -223,10 +221,7 @@ def test_replay_measures_margins(pair):
     for _ in range(5):
         tokens.append(int(pair.logits((*prompt, *tokens)).argmax()))
     text = texts.after(prompt, tokens)
-    for answer in (
-        Answer(text=text, tokens=tuple(tokens), ended=False),
-        Answer(text=text, tokens=None, ended=False),
-    ):
+    for answer in (Answer(text=text, tokens=tuple(tokens), ended=False), Answer(text=text, tokens=None, ended=False)):
         section = replay(pair, texts, [(REPEATING, prompt)], [answer], dtype=torch.float32, rounding=0.0)
         assert (section.passed, section.tokens) == (True, 5)
     order = pair.logits((*prompt, *tokens[:2])).argsort(descending=True).tolist()

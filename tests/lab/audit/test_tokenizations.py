@@ -1,7 +1,5 @@
 """Tests that a text is judged by the tokenization that fits best, of all that spell it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tests of `outrider bench`: prompts, clock, figures, and short runs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

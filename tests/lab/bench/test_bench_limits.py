@@ -1,7 +1,5 @@
 """Tests of the limits of the machine and of the memory use."""
 
-from __future__ import annotations
-
 import mmap
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the tables of `outrider bench`, and of the page with them."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`outrider bench` with an encoder-decoder target, whose prompts are sources."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of sweeps: lists on the command line, conditions, and one short run along every axis."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

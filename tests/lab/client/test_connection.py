@@ -1,7 +1,5 @@
 """Tests that a request is sent again if the server has closed its idle connection, and only then."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

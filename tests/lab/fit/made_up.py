@@ -1,7 +1,5 @@
 """Made-up measurements and certificates."""
 
-from __future__ import annotations
-
 from outrider.lab.common.memory import MemoryUse
 from outrider.lab.tune.figures import AcceptanceSummary, Case, Estimate, Plain, RoundMs
 from outrider.lab.tune.measurement import Measurement

@@ -1,7 +1,5 @@
 """Whole fits on a tiny model: run, interrupted and resumed, refused, and used by other commands."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import namedtuple
@@ -123,13 +121,7 @@ def test_whole_fit(finished):
     assert arguments["loss"] == "ce:0.1,tv:0.9"
     measured = [option["proposer"] for option in document["fit"]["options"]]
     head = (out / "head").resolve()
-    assert set(measured) == {
-        "none",
-        "ngram",
-        "suffix",
-        f"draft:{head}",
-        *(name for name in measured if "best" in name),
-    }
+    assert set(measured) == {"none", "ngram", "suffix", f"draft:{head}", *(name for name in measured if "best" in name)}
     assert len(measured) == 5
     assert json.loads((out / "fit.json").read_text()) == document
     held_out = (out / "prompts" / "held-out.jsonl").read_text().splitlines()

@@ -1,7 +1,5 @@
 """Decisions of a fit, on made-up figures."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.core.config import EngineConfig

@@ -1,13 +1,9 @@
 """Tests of the load generator: the planned requests, the parsed streams and the reported results."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
 from typer.testing import CliRunner
@@ -21,6 +17,7 @@ from outrider.lab.loadgen.figures import Figures
 from outrider.lab.loadgen.response import RequestResult, ResponseRecorder
 from outrider.lab.loadgen.settings import Settings
 from outrider.lab.loadgen.workload import plan_requests
+from tests.helpers.local_server import Handler, serve
 
 MIXED_SETTINGS = Settings(num_requests=40, mixed=True, max_tokens=64, cancel=0.3)
 
@@ -82,29 +79,16 @@ def test_stream_formats_of_other_servers():
 def fake_server(status, content, *, models=(200, b'{"data": [{"id": "m"}]}')):
     """Run a server that gives every completion the same response, and lists `models`. Yield its base URL."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class FakeHandler(Handler):
         def do_GET(self):
-            self._respond(*models)
+            self.send(*models)
 
         def do_POST(self):
-            self.rfile.read(int(self.headers["content-length"]))
-            self._respond(status, content)
+            self.body()
+            self.send(status, content)
 
-        def _respond(self, status, content):
-            with suppress(ConnectionError):  # the client has canceled the request
-                self.send_response(status)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
+    with serve(FakeHandler) as url:
+        yield f"{url}/v1"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Commands and costs that the tests of `outrider tune` share."""
 
-from __future__ import annotations
-
 import json
 
 from typer.testing import CliRunner

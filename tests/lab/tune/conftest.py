@@ -1,7 +1,5 @@
 """Fixtures of the tests of `outrider tune`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the recommendations of `outrider tune`, for made-up figures."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -169,10 +167,7 @@ def test_summary_names_categories_and_thirds_that_differ():
 def test_mixed_batches_have_no_speedup_by_category():
     mixed = Variant(proposer="ngram", k=4, batch=2, temperature=0.0)
     both = {"code": Stats.of_passes([(2, 2, 3)]), "prose": Stats.of_passes([(2, 0, 1)])}
-    trials = [
-        replace(trial(replace(mixed, proposer="", k=0)), categories=both),
-        replace(trial(mixed), categories=both),
-    ]
+    trials = [replace(trial(replace(mixed, proposer="", k=0)), categories=both), replace(trial(mixed), categories=both)]
     _, (case,) = figures(trials, seed=0)
     assert [each.speedup for each in case.categories.values()] == [None, None]
     assert case.categories["code"] == AcceptanceSummary(tau=3.0, acceptance=(1.0, 1.0))

@@ -1,7 +1,5 @@
 """What is measured in a limited time."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

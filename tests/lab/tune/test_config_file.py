@@ -1,7 +1,5 @@
 """Tests of the files of advice that `--config` reads."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests of the files in which the planner keeps what it has learned."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

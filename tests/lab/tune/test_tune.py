@@ -1,7 +1,5 @@
 """Tests of `outrider tune`: its settings, and whole runs."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """Tests of `outrider tune --server`: the metrics that are read, the advice, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Made-up trials of `outrider tune`."""
 
-from __future__ import annotations
-
 from outrider.core.stats import Stats
 from outrider.lab.common.clock import DecodeSpeed
 from outrider.lab.common.trial import Trial, Variant

@@ -1,7 +1,5 @@
 """A KV cache that does not fit on the device is an error before it is allocated. The message says what fits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

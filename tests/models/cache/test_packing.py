@@ -1,7 +1,5 @@
 """Every backend packs the columns of a pass in the same way."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the static cache: which entries a pass sets to zero."""
 
-from __future__ import annotations
-
 import torch
 
 from outrider.core import tree

@@ -1,7 +1,5 @@
 """Random draft heads, exported to folders as each format stores them."""
 
-from __future__ import annotations
-
 import torch
 from typer.testing import CliRunner
 

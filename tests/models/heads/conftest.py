@@ -1,7 +1,5 @@
 """A small target and texts that it generated, for tests that train draft heads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

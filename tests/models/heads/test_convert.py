@@ -1,7 +1,5 @@
 """The command `outrider convert`."""
 
-from __future__ import annotations
-
 import json
 
 from safetensors.torch import load_file

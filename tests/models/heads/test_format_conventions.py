@@ -1,7 +1,5 @@
 """What the formats of draft heads store differently: layers, norms, masks, modules and defaults."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Every checkpoint format of draft heads: export, import, and the output with an imported head."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Imported modules compute the same as reference implementations that use the tensor names of the checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

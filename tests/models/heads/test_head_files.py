@@ -1,7 +1,5 @@
 """Files of draft heads: pickles, shards, and tensors that are not needed."""
 
-from __future__ import annotations
-
 import json
 import logging
 

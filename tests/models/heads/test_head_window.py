@@ -1,7 +1,5 @@
 """Tests of draft heads that attend to the latest tokens only."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Draft heads of every kind: descriptions, saving and loading, the engine, and its agreement with training."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

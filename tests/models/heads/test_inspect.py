@@ -1,7 +1,5 @@
 """The command `outrider inspect`."""
 
-from __future__ import annotations
-
 import json
 
 from safetensors.torch import load_file

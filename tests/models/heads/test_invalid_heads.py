@@ -1,7 +1,5 @@
 """Checkpoints of draft heads that are rejected: damaged, unsupported, or of another target."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -132,11 +130,7 @@ INVALID = {
     "rows": ("medusa of some tokens", _reshape("lm_head.weight", (39, 64)), "has 39 rows instead of 40 or 96"),
     "vector": ("dspark with tables", _reshape("markov_head.markov_w1.weight", (96,)), "markov_in.weight has shape"),
     "MLA": ("deepseek", _add("model.layers.8.self_attn.kv_a_proj_with_mqa.weight", 2), r"kv_a_proj.*\(MLA\)"),
-    "too few modules": (
-        "three modules",
-        _set("num_nextn_predict_layers", 4),
-        "is 4, but the checkpoint has 3 modules",
-    ),
+    "too few modules": ("three modules", _set("num_nextn_predict_layers", 4), "is 4, but the checkpoint has 3 modules"),
     "tables that differ": (
         "modules with tables",
         _change_second_lm_head,

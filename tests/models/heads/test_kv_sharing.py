@@ -1,7 +1,5 @@
 """Draft heads that attend to the target's keys and values: what they attend to, and agreement with training."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
@@ -279,12 +277,7 @@ def assistant(request, shelf, tmp_path, monkeypatch):
     """A random assistant of transformers for a small Gemma 4, its folder, and the folder of its target."""
     layers = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16}
-    sizes = {
-        "vocab_size": tiny.VOCAB,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "sliding_window": tiny.WINDOW - 1,
-    }
+    sizes = {"vocab_size": tiny.VOCAB, "hidden_size": 24, "intermediate_size": 40, "sliding_window": tiny.WINDOW - 1}
     other = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 3}
     text_config = Gemma4TextConfig(**layers, **heads, **sizes, **other, initializer_range=0.3)
     torch.manual_seed(6)

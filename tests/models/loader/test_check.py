@@ -1,7 +1,5 @@
 """The check of a loaded target: near-ties of a router pass it, wrong experts do not, and torch is the second choice."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

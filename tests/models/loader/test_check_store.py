@@ -1,7 +1,5 @@
 """The load check of an unchanged checkpoint runs once."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The models that are included in Outrider, and their names `@NAME`."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

@@ -1,7 +1,5 @@
 """The search for smaller models with the tokenizer of a target."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """GGUF files as targets and drafts."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """GGUF files of many architectures: the logits are those of the model that was written."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Draft heads in GGUF files: the same as in the folders that were converted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import gguf

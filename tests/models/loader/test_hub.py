@@ -1,7 +1,5 @@
 """Models by name from the Hub: names, the files that are fetched, the cache, and what can go wrong."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

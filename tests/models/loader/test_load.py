@@ -153,10 +153,7 @@ INVALID_FOLDERS = {
     ),
     "missing index": (split_and(lambda f: (f / INDEX).unlink()), f"lacks {INDEX}, which says .*; copy it as well"),
     "broken index": (split_and(lambda f: (f / INDEX).write_text("[]")), f"{INDEX} cannot be read .*; copy the checkp"),
-    "truncated part": (
-        split_and(lambda f: (f / SECOND).write_bytes(b"123")),
-        f"{SECOND} is damaged or truncated",
-    ),
+    "truncated part": (split_and(lambda f: (f / SECOND).write_bytes(b"123")), f"{SECOND} is damaged or truncated"),
     "empty part": (split_and(lambda f: (f / SECOND).write_bytes(b"")), f"{SECOND} is damaged or truncated"),
     "part without its end": (
         split_and(lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:-64])),

@@ -1,7 +1,5 @@
 """What reports say of the precision of a target."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

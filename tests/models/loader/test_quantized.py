@@ -1,7 +1,5 @@
 """Quantized Hugging Face checkpoints as targets and drafts."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -1,7 +1,5 @@
 """Tokenizers are used as their files describe them, whatever class the checkpoint names."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

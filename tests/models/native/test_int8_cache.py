@@ -1,7 +1,5 @@
 """The KV cache in int8: it is rounded once, and everything that reads or moves it sees the same numbers."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

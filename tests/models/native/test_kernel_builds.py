@@ -1,7 +1,5 @@
 """Which build of the kernels a processor runs, and for which instructions kernels are compiled."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 

@@ -1,7 +1,5 @@
 """The structures of `abi.py` and of the C++ sources have the same layout. Loading the kernels finds a difference."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 

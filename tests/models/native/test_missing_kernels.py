@@ -1,7 +1,5 @@
 """Systems on which the native kernels cannot be compiled: torch runs the model, and a warning says how to change it."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from subprocess import CompletedProcess

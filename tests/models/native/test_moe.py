@@ -1,7 +1,5 @@
 """Routed experts on the native kernels: equal to transformers, and in every bit whatever else is in the pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The native kernels: close to the model, and equal in every bit whatever else is in the pass."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

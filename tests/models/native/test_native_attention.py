@@ -1,7 +1,5 @@
 """Tests of native attention over several blocks of the cache, some of which the matrix units multiply whole."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

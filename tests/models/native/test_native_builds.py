@@ -1,7 +1,5 @@
 """Kernels that are compiled for older processors, which have smaller registers and fewer instructions."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

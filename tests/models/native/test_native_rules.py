@@ -1,7 +1,5 @@
 """Native verification gives the verdicts of the torch rules, for every sequence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

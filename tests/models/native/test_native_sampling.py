@@ -1,7 +1,5 @@
 """Native sampling gives the distributions of the torch implementation, with any sampling parameters."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The team of threads: its phases, and its size while other processes take processors away."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What an encoder-decoder model of transformers gives for a source."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch

@@ -1,7 +1,5 @@
 """Every supported architecture gives the results of transformers. Unsupported ones raise an error."""
 
-from __future__ import annotations
-
 import json
 import random
 

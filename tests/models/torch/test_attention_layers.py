@@ -3,8 +3,6 @@
 `test_architectures.py` compares each architecture with transformers, and `test_support.py` shares prefixes.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 OUTRIDER_FUZZ is the least number of sequences per kind of cache. The default is 10, and 60 in the slow tests.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from dataclasses import replace

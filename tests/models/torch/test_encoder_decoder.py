@@ -1,7 +1,5 @@
 """Encoder-decoder targets: greedy outputs, batches, trees, caches, drafts, sampled outputs and mistakes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -66,8 +64,7 @@ def relative_error(actual, expected):
 
 @pytest.mark.fast_cases("t5-suffix:1000", "t5-draft", "bart-merge(ngram,recycle)", "bart-tree", "t5gemma-cascade")
 @pytest.mark.parametrize(
-    ("name", "proposer"),
-    [(name, proposer) for name in NAMES for proposer in PROPOSERS.get(name, (MERGE,))],
+    ("name", "proposer"), [(name, proposer) for name in NAMES for proposer in PROPOSERS.get(name, (MERGE,))]
 )
 def test_greedy_equals_transformers(name, proposer, shelf, sibling):
     sources = sources_of(random.Random(0))

@@ -1,7 +1,5 @@
 """Draft heads on encoder-decoder targets: states and weights that they read, greedy and sampled outputs, mistakes."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import product
@@ -140,8 +138,7 @@ def test_greedy_equals_transformers(name, kind, shape, shelf, head):
 
 @pytest.mark.fast_cases("bart-mtp-draft")
 @pytest.mark.parametrize(
-    ("name", "kind", "shape"),
-    [("t5", "medusa", "draft"), ("bart", "mtp", "draft"), ("bart", "hydra", "tree")],
+    ("name", "kind", "shape"), [("t5", "medusa", "draft"), ("bart", "mtp", "draft"), ("bart", "hydra", "tree")]
 )
 def test_sampled_output_has_the_distribution_of_the_model(name, kind, shape, shelf, head):
     source = tiny.text(random.Random(4), 12)

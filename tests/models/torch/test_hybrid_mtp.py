@@ -1,7 +1,5 @@
 """Prefix sharing, multi-token prediction and recurrent states together, with eviction, chunks and cancellation."""
 
-from __future__ import annotations
-
 import random
 import shutil
 

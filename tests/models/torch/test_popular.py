@@ -2,8 +2,6 @@
 vocabulary and random weights.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

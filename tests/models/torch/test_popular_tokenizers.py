@@ -1,7 +1,5 @@
 """Small models with the tokenizer settings of popular checkpoints: prompts, ends of text, streams and speculation."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

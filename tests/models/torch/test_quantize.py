@@ -1,7 +1,5 @@
 """Weights of 8 and 4 bits on torch: their values, and models that use them."""
 
-from __future__ import annotations
-
 import logging
 import random
 from dataclasses import replace

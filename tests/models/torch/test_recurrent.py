@@ -1,7 +1,5 @@
 """Recurrent layers: states after every accepted node, batches, chunks of prompts, shared prefixes and drafts."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights that draft heads share with their target."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

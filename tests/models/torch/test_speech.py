@@ -1,7 +1,5 @@
 """Speech targets: greedy outputs, suppressed tokens, trees, caches, drafts, sampled outputs, recordings, mistakes."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 
@@ -181,32 +179,6 @@ def test_tree_scores_equal_each_branch_alone(model, target):
             assert relative_error(actual[kept], expected[kept]) < TOLERANCE
 
 
-@torch.inference_mode()
-def test_committed_cache_equals_fresh_prefill(model, target):
-    rng = random.Random(2)
-    sources = [features_of(0), features_of(1), features_of(0)]
-    seqs = [tiny.admit(target, slot, tiny.text(rng, 2), source) for slot, source in enumerate(sources)]
-    for _ in range(5):
-        tiny.grow(target, seqs, rng)
-    logits = target.score(tiny.everything(seqs), tree.empty(3, target.device)).logits[:, 0]
-    for seq, source, actual in zip(seqs, sources, logits, strict=True):
-        expected = expected_logits(model, source, seq.token_ids)
-        kept = actual > -torch.inf
-        assert kept.sum() == tiny.VOCAB - len(SUPPRESSED)
-        assert relative_error(actual[kept], expected[kept]) < TOLERANCE
-
-
-def test_encoder_runs_once_per_source(folder, monkeypatch):
-    llm = LLM(folder, proposer="ngram", k=4, max_num_seqs=4, **OPTIONS)
-    shapes = []
-    encoder = llm.parts.loaded.checkpoint.model.get_encoder()
-    forward = encoder.forward
-    monkeypatch.setattr(encoder, "forward", lambda features: shapes.append(features.shape) or forward(features))
-    params = SamplingParams(max_tokens=12, n=3, temperature=1.0, ignore_eos=True)
-    llm.generate([llm.start_tokens("en")] * 2, params, sources=[recording(0), recording(1)])
-    assert shapes == [(1, 8, 100)] * 2
-
-
 @pytest.mark.fast_cases("draft")
 @pytest.mark.parametrize("proposer", ["draft", "ngram"])
 def test_sampled_output_has_the_distribution_of_the_model(proposer, folder, sibling, model, plain):
@@ -239,24 +211,6 @@ def test_draft_of_the_same_weights_is_accepted(folder):
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     llm.generate([llm.start_tokens("en")] * 4, params, sources=sources)
     assert llm.stats.accepted == llm.stats.reached
-
-
-@torch.inference_mode()
-def test_weight_update_hears_sources_again(folder, model, target):
-    features = features_of(7)
-    empty = tree.empty(1, target.device)
-    target.score(tiny.everything([tiny.admit(target, 0, [0, 9], features)]), empty)
-    changed = {
-        key: value * 1.1 for key, value in model.state_dict().items() if key.startswith("model.encoder.layers.0.fc1")
-    }
-    target.update_weights(changed, version=1)
-    actual = target.score(tiny.everything([tiny.admit(target, 0, [0, 9], features)]), empty).logits[0, 0]
-    fresh = make_target(load_checkpoint(folder, dtype="float32", device="cpu"), slots=1, context=64)
-    fresh.update_weights(changed, version=1)
-    expected = fresh.score(tiny.everything([tiny.admit(fresh, 0, [0, 9], features)]), empty).logits[0, 0]
-    kept = expected > -torch.inf
-    assert relative_error(actual[kept], expected[kept]) < TOLERANCE
-    assert relative_error(actual[kept], expected_logits(model, features, [0, 9])[kept]) > TOLERANCE
 
 
 @torch.inference_mode()

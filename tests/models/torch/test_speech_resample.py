@@ -1,7 +1,5 @@
 """Recordings of other rates and of several channels."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

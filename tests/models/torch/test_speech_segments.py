@@ -1,7 +1,5 @@
 """Outputs of windows, cut into segments."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.models.torch.speech.segments import cut_window

@@ -1,7 +1,5 @@
 """The rules of timestamps: equal to those of transformers at every node of a tree, and in sampled outputs."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 `test_architectures.py` and `test_encoder_decoder.py` run chains, trees and batches of each architecture.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -23,6 +21,7 @@ from outrider.models.torch import graph_buckets
 from outrider.models.torch.attention_target import AttentionTarget
 from outrider.models.torch.quantize import QuantizedLinear
 from outrider.models.torch.recurrent.rows import CHUNK
+from outrider.models.torch.recurrent_target import RecurrentTarget
 from outrider.models.torch.static_pass import Bucket, StaticPass
 from tests.helpers import tiny
 from tests.helpers.recorder import FakeRecorder
@@ -120,7 +119,7 @@ def quantized_part(model):
     return "without experts" if any(".experts." in name for name, _ in model.named_parameters()) else "yes"
 
 
-@pytest.mark.parametrize("name", tiny.ATTENTION)
+@pytest.mark.parametrize("name", [*tiny.ATTENTION, *tiny.RECURRENT])
 @torch.inference_mode()
 def test_cuda_graphs(name, shelf, monkeypatch):
     """A pass of fixed shape runs without a synchronization with the host, and gives the logits of the eager one.
@@ -129,7 +128,8 @@ def test_cuda_graphs(name, shelf, monkeypatch):
     """
     monkeypatch.setattr(graph_buckets, "MIN_LENGTH", 16)
     checkpoint = load_checkpoint(shelf.folder(name), dtype="float32", device="cpu")
-    target = AttentionTarget(checkpoint, slots=4, context=96, record=FakeRecorder())
+    kind = RecurrentTarget if checkpoint.recurrent else AttentionTarget
+    target = kind(checkpoint, slots=4, context=96, record=FakeRecorder())
     assert records(target, tiny.admit(target, 0, list(b"the quick br"))) == tiny.TABLE[name].graphs
 
 

@@ -1,7 +1,5 @@
 """Targets: weight updates, exported layers, non-finite logits, and limits of prompts and contexts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

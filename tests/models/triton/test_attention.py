@@ -1,7 +1,5 @@
 """Attention in Triton against plain torch: masks, ragged batches, page sizes, tails; equal bits in every batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -34,15 +34,26 @@ KINDS = {
     "int8": Kind("int8", 8, "*bf16"),
     "int4": Kind("int4", 4, "*fp16", "*i8", 128),
     "int4 of 32": Kind("int4", 4, "*fp16", group=32),
+    "int4 with a minimum": Kind("int4", 4, "*fp32", "*fp32", 32),
+    "int8 with a minimum": Kind("int8", 8, "*fp32", "*fp32", 32),
 }
 
 
-@pytest.mark.fast_cases("dense-8-80", "dense-64-90", "dense-256-100", "fp8 blocks-64-100", "int4-16-80", "int4-32-90")
+@pytest.mark.fast_cases(
+    "dense-8-80",
+    "dense-64-90",
+    "dense-256-100",
+    "fp8 blocks-64-100",
+    "int4-16-80",
+    "int4-32-90",
+    "int4 with a minimum-64-90",
+)
 @pytest.mark.parametrize("capability", helper.CAPABILITIES)
 @pytest.mark.parametrize("rows", [8, 16, 32, 64, 256])
 @pytest.mark.parametrize("kind", KINDS)
 def test_build(kind, rows, capability, tmp_path):
-    tile = products.choose_tile(rows, 9000, KINDS[kind].bits, grouped=KINDS[kind].group > 0)
+    shifted = KINDS[kind].zero == "*fp32"
+    tile = products.choose_tile(rows, 9000, KINDS[kind].bits, grouped=KINDS[kind].group > 0, shifted=shifted)
     assembly, built = compiled(KINDS[kind], tile, capability, tmp_path)
     assert built.stack == 0
     assert built.shared < 100 * 1024

@@ -1,7 +1,5 @@
 """Weights of quantized checkpoints and GGUF files keep their values in the layouts of the Triton kernels."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
@@ -16,6 +14,7 @@ from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.quantized.weights import QuantizedWeights
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.quantize import QuantizedLinear
+from outrider.models.triton import gguf
 from outrider.models.triton.quantized import from_weight, quantize, stacked
 from tests.helpers import quantized_files as files
 from tests.helpers import tiny
@@ -72,25 +71,24 @@ def test_inputs_in_another_order_are_refused(tmp_path):
         from_weight(weights["w.weight"])
 
 
-@pytest.mark.parametrize(("kind", "size"), [("Q4_0", 18), ("Q8_0", 34)])
-def test_gguf_blocks(kind, size):
+@pytest.mark.parametrize("kind", gguf.KINDS)
+def test_gguf_blocks(kind):
+    package = pytest.importorskip("gguf")
     generator = np.random.default_rng(0)
-    data = generator.integers(0, 256, (16, 4, size), dtype=np.uint8)
-    scale = generator.random((16, 4)).astype(np.float16)
-    data[..., :2] = scale[..., None].view(np.uint8)
-    weight = from_weight(BlockWeight(data.reshape(16, -1), kind, 128))
-    packed = data[..., 2:]
-    if kind == "Q4_0":
-        integers = np.concatenate([packed & 15, packed >> 4], -1).astype(np.float32) - 8
-    else:
-        integers = packed.view(np.int8).astype(np.float32)
-    expected = integers * scale[..., None].astype(np.float32)
-    assert torch.equal(weight.dequantize(), torch.from_numpy(expected.reshape(16, -1)))
+    values, size = package.GGML_QUANT_SIZES[package.GGMLQuantizationType[kind]]
+    data = generator.integers(0, 256, (16, 512 // values, size), dtype=np.uint8)
+    numbers = 1 if kind in ("Q4_0", "Q5_0", "Q8_0") else 2
+    data[..., : 2 * numbers] = generator.random((16, 512 // values, numbers)).astype(np.float16).view(np.uint8)
+    rows = data.reshape(16, -1)
+    weight = from_weight(BlockWeight(rows, kind, 512))
+    assert weight.kind == ("int4" if kind.startswith("Q4") else "int8")
+    expected = torch.from_numpy(package.dequantize(rows, package.GGMLQuantizationType[kind]))
+    torch.testing.assert_close(weight.dequantize(), expected, rtol=1e-6, atol=5e-5 if kind in ("Q4_1", "Q4_K") else 0)
 
 
 def test_gguf_types_without_equal_blocks_are_refused():
-    with pytest.raises(UnsupportedModel, match="Q4_0 or Q8_0"):
-        from_weight(BlockWeight(np.zeros((1, 144), dtype=np.uint8), "Q4_K", 256))
+    with pytest.raises(UnsupportedModel, match="Q6_K do not stay quantized on a GPU; use Q4_0"):
+        from_weight(BlockWeight(np.zeros((1, 210), dtype=np.uint8), "Q6_K", 256))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

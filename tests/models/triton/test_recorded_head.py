@@ -1,7 +1,5 @@
 """Draft heads whose chains are recorded, with the Triton kernels replaced by their references."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,10 +1,8 @@
 """The target on Triton kernels, which run in Triton's interpreter on the CPU."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -25,7 +23,7 @@ from tests.helpers.no_synchronization import NoSynchronization
 from tests.helpers.recorder import FakeRecorder
 
 kernels = pytest.importorskip("tests.helpers.triton")
-from outrider.models.triton import attention, decoder, layers, linear, prompt_products  # noqa: E402
+from outrider.models.triton import attention, decoder, layers, linear, prompt_products, recordings  # noqa: E402
 from outrider.models.triton.target import TritonTarget  # noqa: E402
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
@@ -235,6 +233,26 @@ def test_launches_of_a_recorded_pass_and_none_waits(widths, budget, folder, monk
         "attend": passes * layers,
     }
     assert len(recorded) == 1
+
+
+def test_warm_compiles_all_kernels_before_it_records(folder, monkeypatch):
+    events = []
+
+    @contextmanager
+    def only_compiled():
+        events.append("compile")
+        yield
+        events.append("compiled")
+
+    def record(run):
+        events.append("record")
+        return run
+
+    target, _ = load(folder("llama"), record=record)
+    monkeypatch.setattr(recordings, "only_compiled", only_compiled)
+    monkeypatch.setattr(target.graphs, "_make", lambda buffers: lambda: events.append(buffers.bucket.columns))
+    target.graphs.warm(rows=1, length=0, columns=(1, 5))
+    assert events == ["compile", 1, 5, 512, "compiled", *["record"] * 3]
 
 
 def test_ids_beyond_the_embedding_are_clamped(folder):

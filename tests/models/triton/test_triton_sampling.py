@@ -1,7 +1,5 @@
 """Target distributions of the Triton kernel equal those of torch, whose filters sort the vocabulary."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Run `outrider project`."""
 
-from __future__ import annotations
-
 import json
 
 from typer.testing import CliRunner

@@ -1,7 +1,5 @@
 """The acceptance that `outrider project` reads from a benchmark."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Estimates beside measurements. docs/how-to/estimate.md states the tolerances."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.scale.estimate.equations import one_pass

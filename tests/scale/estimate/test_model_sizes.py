@@ -1,7 +1,5 @@
 """The sizes of models that `outrider project` computes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

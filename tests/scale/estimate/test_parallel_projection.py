@@ -1,7 +1,5 @@
 """Tests of `outrider project` for several devices: equations, published figures, and impossible inputs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The command `outrider project`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

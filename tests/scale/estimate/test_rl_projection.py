@@ -1,7 +1,5 @@
 """The speedup of a step of reinforcement learning, against published measurements and from the command line."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Tests of `outrider fleet`: arrivals, one replica computed by hand, queues, routing, and the command line."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys
@@ -36,8 +34,9 @@ COSTS = CostModel(target=TARGET, draft=DRAFT, host=0.0)
 SURE, NEVER = AcceptanceRates((1.0,)), AcceptanceRates((0.0,))
 
 
-def settings(costs=PLAIN, acceptance=SURE, **changed):
-    return ReplicaSettings(costs=costs, acceptance=acceptance, max_round_seconds=0.0, **changed)
+def settings(costs=PLAIN, acceptance=SURE, server=None, **changed):
+    server = ServerCosts(costs=costs, **(server or {}))
+    return ReplicaSettings(server=server, acceptance=acceptance, max_round_seconds=0.0, **changed)
 
 
 def fleet(policy=off, *, replicas=1, routing="least-loaded", **changed):
@@ -166,7 +165,9 @@ def test_drafting_emits_the_expected_tau():
 @needs_simpy
 def test_work_of_the_server_and_chunks():
     """One chunk for the first and the last token, and one for each round that is long enough."""
-    result = fleet(chunk_seconds=0.5, request_seconds=0.25, publish_seconds=0.0).run_open([request(output=3)])
+    result = fleet(server={"chunk_seconds": 0.5, "request_seconds": 0.25}, publish_seconds=0.0).run_open(
+        [request(output=3)]
+    )
     # The chunk of a round is sent during the next one.
     assert result.seconds == pytest.approx(3 * 1.0 + 0.25 + 2 * 0.5)
     assert result.counts[0].chunks == 3
@@ -182,7 +183,10 @@ def test_publish_interval_is_that_of_the_server():
 @needs_simpy
 def test_a_long_prompt_does_not_delay_decoding_for_long():
     limited = Fleet(
-        ReplicaSettings(costs=PLAIN, acceptance=SURE, max_round_seconds=2.0), off, replicas=1, routing="round-robin"
+        ReplicaSettings(server=ServerCosts(costs=PLAIN), acceptance=SURE, max_round_seconds=2.0),
+        off,
+        replicas=1,
+        routing="round-robin",
     )
     result = limited.run_open([request(output=100), request(time=0.5, prompt=200, output=1)])
     # A decoding round takes 1 s, so 1 s is left for 20 prompt tokens of 0.05 s.

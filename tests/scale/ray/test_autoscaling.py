@@ -1,7 +1,5 @@
 """Tests of autoscaling: the policy alone, and real Ray, where replicas come with the load and leave after it."""
 
-from __future__ import annotations
-
 import json
 import threading
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Tests of the front with replicas of the test, without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

@@ -8,7 +8,6 @@ import signal
 import ssl
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -21,6 +20,7 @@ from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import read_weights
 from outrider.train.rl.rollout import RolloutEngine
 from tests.helpers.certificates import make_certificate
+from tests.helpers.local_server import Handler, serve
 from tests.helpers.replicas import RAY_ENVIRONMENT, replicas, wait_for
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "outrider[ray]"')
@@ -91,19 +91,14 @@ def kill_a_replica(server):
     assert ends == {(True, False), (False, True)}
 
 
-class Collector(BaseHTTPRequestHandler):
+class Collector(Handler):
     """Receives traces."""
 
     bodies: list[bytes] = []  # noqa: RUF012
 
     def do_POST(self):
         self.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_):
-        pass
+        self.send(200, "")
 
 
 def test_keys_certificate_and_traces(tmp_path):
@@ -111,17 +106,14 @@ def test_keys_certificate_and_traces(tmp_path):
     keys = [{"name": "small", "key": "KEY1", "tokens_per_minute": 1}, {"name": "large", "key": "KEY2"}]
     (tmp_path / "keys.json").write_text(json.dumps(keys))
     cert, key = make_certificate(tmp_path)
-    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
-    threading.Thread(target=collector.serve_forever, daemon=True).start()
     telemetry = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}",
         "OTEL_EXPORTER_OTLP_COMPRESSION": "none",
         "OTEL_BSP_SCHEDULE_DELAY": "200",
     }
     words = ("--api-keys", str(tmp_path / "keys.json"), "--tls-cert", cert, "--tls-key", key, "--otel")
     request = {"prompt": "x", "max_tokens": 8, "stream": True}
     trace = "ab" * 16
-    with replicas(*words, **telemetry) as server:
+    with serve(Collector) as collector, replicas(*words, OTEL_EXPORTER_OTLP_ENDPOINT=collector, **telemetry) as server:
         url = server.url
         assert url.startswith("https://")
         with httpx.Client(verify=ssl.create_default_context(cafile=cert), timeout=600) as client:
@@ -137,8 +129,6 @@ def test_keys_certificate_and_traces(tmp_path):
             assert int(busy.headers["retry-after"]) > 60  # it has been charged for 8 tokens and the prompt
             assert ask("KEY2", traceparent=f"00-{trace}-{'cd' * 8}-01").status_code == 200
         wait_for(lambda: any(bytes.fromhex(trace) in body and b"decode" in body for body in Collector.bodies))
-    collector.shutdown()
-    collector.server_close()
 
 
 def test_rollouts_by_workers():

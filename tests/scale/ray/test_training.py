@@ -1,7 +1,5 @@
 """Tests of `outrider train --ray-workers`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

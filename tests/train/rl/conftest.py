@@ -1,7 +1,5 @@
 """Small policies in float32, whose generation the native kernels and torch run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Log-probabilities of answers with a shared prompt, against one pass over each whole sequence."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The draft learns with the policy: acceptance rises, policy gradients do not change, bad updates are taken back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

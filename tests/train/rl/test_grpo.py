@@ -1,7 +1,5 @@
 """The GRPO loop: the same policy with and without speculation, rewards that fail, checkpoints."""
 
-from __future__ import annotations
-
 import math
 import time
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Prefix reuse and diversity of answers, on small examples and against a direct computation."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations
 from statistics import mean

@@ -1,7 +1,5 @@
 """The merged weights of policies with LoRA adapters. The tests need PEFT."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Rollouts: the same tokens with and without speculation, true log-probabilities, several versions of a policy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

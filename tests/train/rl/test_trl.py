@@ -1,7 +1,5 @@
 """`GRPOTrainer` of TRL with our rollouts. The tests of the adapter itself need no TRL."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Weight updates of an engine: what follows them, what they refuse, and what they cost."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil
@@ -188,12 +186,7 @@ def test_quantized_drafts_are_quantized_again(shelf, head, tmp_path, changed):
     """A head packs the target's new LM head, and a draft model its own new weights."""
     weights = changed(shelf / "policy", scale=0.3)
     folder = reload(tmp_path, shelf / "policy", weights)
-    settings = {
-        "proposer": f"draft:{head}",
-        "verifier": "coupled",
-        "dtype": "bfloat16",
-        "draft_quantize": "int4",
-    }
+    settings = {"proposer": f"draft:{head}", "verifier": "coupled", "dtype": "bfloat16", "draft_quantize": "int4"}
     llm = load(shelf / "policy", **settings)
     old = drafts(llm)
     llm.update_weights(weights)

@@ -15,7 +15,7 @@ from outrider.core.cache import prompts_that_fit
 from outrider.core.draft_chains import ChainBuilder
 from outrider.core.draws import Draws
 from outrider.core.noise import PositionNoise
-from outrider.core.proposer import ProposerSetup, must_reproduce
+from outrider.core.proposer import ProposerSetup, delays_first_token, must_reproduce
 from outrider.core.target import ChainSampler, Target
 from outrider.core.types import Batch, Draft, DraftChains, DraftKind, Draw, Needs, Packed, Request, Round, StopRule
 from outrider.drafting.propose.draft_model.confidence import Confidence
@@ -32,7 +32,8 @@ class DraftModelProposer:
     """Runs a draft model over its own KV cache.
 
     The draft model prefills a sequence when it first drafts for it, so it costs nothing while the
-    planner does not speculate. Draft tokens are sampled under the sampling parameters of the
+    planner does not speculate. It reads a long prompt only after the target's first token, which
+    does not wait for it. Draft tokens are sampled under the sampling parameters of the
     request, so that q is close to p.
     """
 
@@ -139,8 +140,12 @@ class DraftModelProposer:
             if room < batch.draft_budget[b] and not self._has_warned:
                 self._has_warned = True
                 self._warn_of_room(room)
-            completely = end - start <= SMALL_FEED or must_reproduce(seq, self._setup.draw)
+            reproducible = must_reproduce(seq, self._setup.draw)
+            completely = end - start <= SMALL_FEED or reproducible
             stop = end if completely else min(end, start + chunk_left)
+            # What the draft model has cached depends on other requests.
+            if delays_first_token(seq, end if reproducible else end - start):
+                continue
             if start < stop and end <= self._model.context and budget and seq.slot in fitting:
                 chunk_left -= 0 if completely else stop - start
                 indices.append(b)

@@ -3,10 +3,9 @@
 A suffix array lists the positions where suffixes begin, sorted by their tokens (Manber & Myers
 1990). So all occurrences of a token sequence are adjacent, and a binary search finds them.
 
-A datastore is a folder with three files. `tokens.bin` has the tokens of all documents as big-endian
-numbers, which compare as bytes. Each document is followed by a separator that is not a token.
-`suffixes.bin` has the positions as little-endian numbers. `header.json` has the sizes and the
-sources.
+A datastore is a folder with three files. `tokens.bin` has the tokens of all documents as big-endian numbers, which
+compare as bytes. Each document is followed by a separator that is not a token. `suffixes.bin` has the positions as
+little-endian numbers. `header.json` has the sizes and the sources.
 """
 
 from __future__ import annotations
@@ -133,14 +132,12 @@ class Datastore:
     def following(self, match: Match, *, samples: int, depth: int) -> list[list[int]]:
         """Return [depth][S] the tokens that followed up to `samples` occurrences.
 
-        The samples are spread evenly and sorted by the tokens. Tokens after a separator belong to
-        another document.
+        The samples are spread evenly and sorted by the tokens. Tokens after a separator belong to another document.
         """
         num_samples = min(samples, len(match.span))
         picks = match.span.start + np.arange(num_samples) * len(match.span) // num_samples
         positions = self._positions[picks].astype(np.int64) + match.size + np.arange(depth)[:, None]
-        # Positions of a damaged datastore may be too large. Limit them, so that it only causes a
-        # bad draft.
+        # Positions of a damaged datastore may be too large. Limit them, so that it only causes a bad draft.
         following: list[list[int]] = self._tokens[np.minimum(positions, len(self._tokens) - 1)].tolist()
         return following
 
@@ -156,8 +153,7 @@ class Datastore:
         first = bisect_left(self._suffixes, encoded, key=read)
         if first == len(self._suffixes) or read(self._suffixes[first]) != encoded:
             return range(0)
-        # Most sequences are rare, so the last occurrence is near the first one. Double the step
-        # until it is passed.
+        # Most sequences are rare, so the last occurrence is near the first one. Double the step until it is passed.
         step = 1
         while first + step < len(self._suffixes) and read(self._suffixes[first + step]) == encoded:
             step *= 2
@@ -170,14 +166,12 @@ def sort_suffixes(
 ) -> NDArray[np.uint32]:
     """Return the positions of all tokens, sorted by the first `SORTED` tokens of the suffixes that begin there.
 
-    The method is prefix doubling: if suffixes are sorted by h tokens, the rank of a suffix and the
-    rank of the suffix h tokens later sort it by 2h tokens (Manber & Myers 1990). Suffixes that are
-    already unique are not sorted again (Larsson & Sadakane 2007). Equal suffixes are sorted by
-    their positions, so every machine makes the same array.
+    The method is prefix doubling: if suffixes are sorted by h tokens, the rank of a suffix and the rank of the suffix h
+    tokens later sort it by 2h tokens (Manber & Myers 1990). Suffixes that are already unique are not sorted again
+    (Larsson & Sadakane 2007). Equal suffixes are sorted by their positions, so every machine makes the same array.
 
     Args:
         tokens: of all documents, each followed by a separator.
-        documents: number of documents.
         tell: gets the share of suffixes that have their final place.
     """
     size = len(tokens)
@@ -191,8 +185,7 @@ def sort_suffixes(
         tell(1 - len(pending) / size)
         positions = order[pending]
         if num_sorted < SORTED:
-            # The last token is a separator, and the order of what follows a separator does not
-            # matter.
+            # The last token is a separator, and the order of what follows a separator does not matter.
             later = rank[np.minimum(positions + num_sorted, size - 1)]
         else:
             later = positions.astype(np.uint64)

@@ -112,8 +112,7 @@ class _TreeGrowth:
     def best(self, count: int) -> tuple[TreeBuilder, list[Hashable]]:
         """Return the likeliest `count` nodes and their kinds, parents before children."""
         accept_prob = self._builder.accept_prob
-        # A parent is never less likely than its children and was added before them, and the sort is
-        # stable.
+        # A parent is never less likely than its children and was added before them, and the sort is stable.
         order = sorted(range(len(self._kinds)), key=lambda node: -accept_prob[node])[:count]
         return self._builder.select(order), tree.pick(self._kinds, order)
 
@@ -173,11 +172,7 @@ class NgramProposer:
 
 
 def ngram_proposer(argument: str, setup: ProposerSetup) -> NgramProposer:
-    """Make the proposer of `ngram:MIN-MAX`.
-
-    Raises:
-        OutriderError: the argument is not a range.
-    """
+    """Make the proposer of `ngram:MIN-MAX`. Raises OutriderError if the argument is not a range."""
     if (ends := parse_ngram_range(argument)) is None:
         return NgramProposer(setup)
     return NgramProposer(setup, shortest=ends[0], longest=ends[1])

@@ -184,8 +184,7 @@ class RecycleProposer:
             return builder
         table = self._tables[seq.slot]
         order = count()
-        # The best remaining candidate below each node: minus its probability, order, token, kind,
-        # and parent.
+        # The best remaining candidate below each node: minus its probability, order, token, kind, and parent.
         queue: list[tuple[float, int, int, int, _Parent]] = []
 
         def push_next(parent: _Parent, most: float) -> None:

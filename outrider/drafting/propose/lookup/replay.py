@@ -1,7 +1,6 @@
 """Draft recorded outputs, with perfect or chosen acceptance, to measure what an engine does with such a draft.
 
-It shows the ceiling of a proposer: the speed at an acceptance that a trained draft would have,
-without a draft's cost.
+It shows the ceiling of a proposer: the speed at an acceptance that a trained draft would have, without a draft's cost.
 """
 
 from __future__ import annotations
@@ -59,10 +58,8 @@ class ReplayProposer:
         """Replay outputs.
 
         Args:
-            setup: the target's.
             recordings: outputs of the target. A prompt may have several.
-            acceptance: probability that a draft token is the recorded one. Another token takes the
-                place of the others.
+            acceptance: probability that a draft token is the recorded one. Another token takes the place of the others.
             seed: of the choice of these tokens.
         """
         self._device = setup.device
@@ -125,11 +122,7 @@ class _Arguments(NamedTuple):
 
 
 def parse_replay(argument: str) -> _Arguments:
-    """Read FILE[:ACCEPTANCE[:SEED]].
-
-    Raises:
-        OutriderError: there is no such file, or a number is wrong.
-    """
+    """Read FILE[:ACCEPTANCE[:SEED]]. Raises OutriderError if there is no such file, or a number is wrong."""
     parts = argument.split(":")
     numbers = [*takewhile(_is_number, reversed(parts[1:]))][:2][::-1]
     file = Path(":".join(parts[: len(parts) - len(numbers)])).expanduser()

@@ -38,10 +38,9 @@ class _Candidate(NamedTuple):
 class RetrievalProposer:
     """Looks up the longest known suffix of a sequence, and drafts what most often followed it.
 
-    The continuations of the occurrences form a trie, whose likeliest nodes are the draft. The
-    acceptance probability of a node is learned by kind: the length of the match, the number of
-    occurrences, and the share of them that contain the node. All sequences share the datastore. It
-    never changes, so no text passes from one sequence to another.
+    The continuations of the occurrences form a trie, whose likeliest nodes are the draft. The acceptance probability of
+    a node is learned by kind: the length of the match, the number of occurrences, and the share of them that contain
+    the node. All sequences share the datastore. It never changes, so no text passes from one sequence to another.
     """
 
     needs = Needs()
@@ -100,7 +99,6 @@ class RetrievalProposer:
         """Yield the `most` most frequent children of a candidate, which has become `node`.
 
         Args:
-            parent: the candidate.
             node: its node in the tree.
             match_size: tokens of the matching suffix.
             next_tokens: [S] the token of each sample at the depth of the children.
@@ -134,9 +132,8 @@ def retrieval_proposer(argument: str, setup: ProposerSetup) -> RetrievalProposer
     store, folder, shortest = open_datastore(argument)
     if store.header.tokenizer != fingerprint(setup.tokenizer):
         raise OutriderError(
-            f"the datastore in {folder} was made with another tokenizer than the target's"
-            f" ({store.header.vocab} and {vocabulary(setup.tokenizer)} ids); build it again with"
-            " outrider index, and name this target there"
+            f"the datastore in {folder} was made with another tokenizer than the target's ({store.header.vocab} and"
+            f" {vocabulary(setup.tokenizer)} ids); build it again with outrider index, and name this target there"
         )
     return RetrievalProposer(setup, store, shortest=shortest)
 

@@ -108,8 +108,7 @@ class Automaton:
     def _split(self, state: int, token: int) -> int:
         """Return the state of this state's longest string plus the token.
 
-        If that state also has longer strings, which do not end at the same positions any more, it
-        is split.
+        If that state also has longer strings, which do not end at the same positions any more, it is split.
         """
         old = self.follow(state, token)
         length = self.length[state] + 1

@@ -24,12 +24,10 @@ _TOKEN_BYTES = 4
 _MAX_BLOCK = 512  # most leaves of a block, all of which an insertion may move
 _KEY_BYTES = CONTEXT * _TOKEN_BYTES
 _KEY = Struct(f">{CONTEXT}I")  # a leaf begins with its key: big-endian tokens, which compare as bytes
-# A leaf ends with the id of its output, and the bytes of the text from the position on. So early
-# positions sort last.
+# A leaf ends with the id of its output, and the bytes of the text from the position on. So early positions sort last.
 _POSITION = Struct(">II")
 _AFTER_ALL_POSITIONS = b"\xff" * _POSITION.size
-# Paddings of keys at the beginning of an output and of a lookup. They differ, so that they never
-# match.
+# Paddings of keys at the beginning of an output and of a lookup. They differ, so that they never match.
 _OUTPUT_PADDING = b"\xff" * _TOKEN_BYTES
 _LOOKUP_PADDING = b"\xfe"
 
@@ -61,8 +59,7 @@ class History:
     def learn(self, scope: str, before: Sequence[int], output: Sequence[int], *, version: int = 0) -> int | None:
         """Store an output and the tokens before it. Evict other outputs if there is no room.
 
-        `version` is that of the weights that sampled it. Returns the id of the output; None if it
-        is empty.
+        `version` is that of the weights that sampled it. Returns the id of the output; None if it is empty.
         """
         if not output:
             return None
@@ -101,12 +98,10 @@ class History:
 
         Args:
             scope: only outputs of this scope are searched.
-            tokens: the sequence.
             most: tokens of each continuation.
 
         Returns:
-            The distinct continuations, from at most _MAX_MATCHES positions, and the number of
-            matching tokens.
+            The distinct continuations, from at most _MAX_MATCHES positions, and the number of matching tokens.
         """
         tree = self._trees.get(scope)
         if tree is None:

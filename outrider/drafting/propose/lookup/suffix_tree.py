@@ -12,8 +12,7 @@ from outrider.drafting.propose.lookup.suffix_automaton import Automaton
 from outrider.drafting.propose.lookup.suffix_history import Continuation
 from outrider.drafting.propose.tree_builder import TreeBuilder
 
-# Successors of a state that are considered. A token with a share below 1 / _MAX_SUCCESSORS is left
-# out.
+# Successors of a state that are considered. A token with a share below 1 / _MAX_SUCCESSORS is left out.
 _MAX_SUCCESSORS = 16
 _MAX_MATCH_BITS = 6  # longer matches share the acceptance statistics of matches with this many binary digits
 _SHARE_LEVELS = 4  # levels of a token's share below 1
@@ -70,7 +69,6 @@ def grow(
     """Return the likeliest draft tokens.
 
     Args:
-        automaton: of the sequence.
         continuations: how past outputs continued.
         matched: tokens that these outputs have in common with the end of the sequence.
         factors: see `ShareCalibration`.

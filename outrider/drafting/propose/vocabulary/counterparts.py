@@ -24,9 +24,8 @@ def faithful_text(tokenizer: Any, whose: str) -> TokenText:
     (sample_ids,) = text.cut([_SAMPLE])
     if text.spell(sample_ids).removeprefix(b" ") != _SAMPLE.encode():
         raise OutriderError(
-            f"the tokenizer of {whose} changes the text that it encodes, so its tokens cannot be"
-            " matched with those of another tokenizer; use a draft of the target's family, or"
-            " --proposer ngram"
+            f"the tokenizer of {whose} changes the text that it encodes, so its tokens cannot be matched with those of"
+            " another tokenizer; use a draft of the target's family, or --proposer ngram"
         )
     return text
 
@@ -34,8 +33,7 @@ def faithful_text(tokenizer: Any, whose: str) -> TokenText:
 def counterparts(target: TokenText, draft: TokenText) -> list[int]:
     """Return for each id of the target the draft's id with the same text; -1 if there is none.
 
-    No two ids have the same counterpart. Special tokens are matched by how they are written, or
-    else by their role.
+    No two ids have the same counterpart. Special tokens are matched by how they are written, or else by their role.
     """
     target_special = {content: id for id, content in target.special.items()}
     draft_special = {content: id for id, content in draft.special.items()}

@@ -25,10 +25,9 @@ _MISSING_LOGIT = -1e9
 class VocabularyMap:
     """Maps the target's token ids to the draft model's.
 
-    Each id of the target becomes one id of the draft model, so positions are the same in both. It
-    is the counterpart of the id, or a substitute if the draft model has none: the last of the draft
-    tokens that spell the same text. After a substitute the draft is worse, but the output still has
-    the target's distribution.
+    Each id of the target becomes one id of the draft model, so positions are the same in both. It is the counterpart of
+    the id, or a substitute if the draft model has none: the last of the draft tokens that spell the same text. After a
+    substitute the draft is worse, but the output still has the target's distribution.
     """
 
     def __init__(self, shared: Sequence[int], stand_in: Sequence[int], *, tokens: int | None = None) -> None:
@@ -37,8 +36,7 @@ class VocabularyMap:
         Args:
             shared: [V] the counterpart of each id of the target; -1 if there is none.
             stand_in: [V] the substitute of each id without a counterpart.
-            tokens: the number of ids that are tokens; the others pad the target's logits. None: all
-                ids are tokens.
+            tokens: the number of ids that are tokens; the others pad the target's logits. None: all ids are tokens.
         """
         assert len(shared) == len(stand_in)
         self.tokens = len(shared) if tokens is None else tokens
@@ -64,9 +62,8 @@ class VocabularyMap:
 class SharedVocabulary(WrappedTarget):
     """A draft model as a `Target` that takes and returns the target's token ids.
 
-    Its distribution over them is the draft model's own, restricted to the shared tokens and
-    renormalized: q' = q(x) / q(shared). Draft tokens are sampled from q', so every verifier is
-    exact with them.
+    Its distribution over them is the draft model's own, restricted to the shared tokens and renormalized: q' = q(x) /
+    q(shared). Draft tokens are sampled from q', so every verifier is exact with them.
     """
 
     def __init__(self, inner: Target, vocabulary_map: VocabularyMap) -> None:
@@ -128,8 +125,7 @@ class SharedVocabulary(WrappedTarget):
 class _SharedCache(WrappedCache):
     """The draft model's cache, which holds the draft model's ids.
 
-    `admit` passes the target's ids on, because equal prefixes are found by comparing the tokens of
-    sequences.
+    `admit` passes the target's ids on, because equal prefixes are found by comparing the tokens of sequences.
     """
 
     def __init__(self, owner: SharedVocabulary) -> None:

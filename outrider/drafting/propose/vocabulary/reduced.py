@@ -1,8 +1,7 @@
 """Run a draft model whose LM head has the most frequent tokens only (FR-Spec, Zhao et al. 2025).
 
-A small draft model spends much of its time in the LM head. It can still read every token, since its
-embedding is whole. A token outside the draft vocabulary is never drafted, so each one ends an
-accepted chain.
+A small draft model spends much of its time in the LM head. It can still read every token, since its embedding is whole.
+A token outside the draft vocabulary is never drafted, so each one ends an accepted chain.
 """
 
 from __future__ import annotations

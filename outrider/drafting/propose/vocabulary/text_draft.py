@@ -10,7 +10,7 @@ from operator import eq, mul
 
 from outrider.core import tree
 from outrider.core.cache import prompts_that_fit
-from outrider.core.proposer import ProposerSetup
+from outrider.core.proposer import ProposerSetup, delays_first_token
 from outrider.core.target import Target
 from outrider.core.token_text import TokenText
 from outrider.core.types import Batch, Draft, DraftBudget, Needs, Request, Round, SequenceState
@@ -88,7 +88,8 @@ class TextProposer:
                 draft_pass.drafted = ids[: draft_pass.steps]
                 self._translate(draft_pass, batch.draft_budget[draft_pass.index])
                 builders[draft_pass.index] = draft_pass.builder
-        return build_draft(builders, self._setup.device)
+        num_prefilling = sum(map(bool, batch.draft_budget)) - len(self._passes)
+        return replace(build_draft(builders, self._setup.device), num_prefilling=num_prefilling)
 
     def commit(self, round: Round) -> None:
         passes = self._passes
@@ -129,7 +130,7 @@ class TextProposer:
         slot = batch.seqs[b].slot
         tokens = batch.seqs[b].token_ids
         budget = batch.draft_budget[b]
-        if not budget:
+        if not budget or delays_first_token(batch.seqs[b], len(tokens)):
             return None
         retokenizer = self._retokenizers[slot]
         seq = self._seqs[slot]

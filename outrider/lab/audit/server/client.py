@@ -68,11 +68,9 @@ class Completions:
         """Return one completion.
 
         Args:
-            prompt: the prompt.
             tokens: its tokens, for servers that are sent token ids.
             params: temperature, top_k, top_p, penalties.
             max_tokens: most output tokens.
-            seed: the seed to send.
         """
         asked = replace(params, max_tokens=max_tokens, seed=seed)
         body = request_body(self._model, prompt, tokens, asked, self.abilities)
@@ -107,9 +105,6 @@ async def open_completions(
     """Find out how to ask a server, with one short request for each way.
 
     Args:
-        server: the server.
-        model: the name of the model.
-        prompt: a prompt.
         tokens: its tokens, as the target's tokenizer and chat template give them.
         chat: use chat completions only.
         concurrency: requests at a time.
@@ -188,11 +183,7 @@ def parse_answer(document: dict[str, Any], abilities: Abilities, *, strict: bool
     tokens = _token_ids(document, choice, text) if abilities.token_ids else None
     if abilities.token_ids and strict and tokens is None:
         raise OutriderError("the server returned token ids for one request and none for another; audit it again")
-    return Answer(
-        text=text,
-        tokens=tokens,
-        ended=choice.get("finish_reason") == "stop",
-    )
+    return Answer(text=text, tokens=tokens, ended=choice.get("finish_reason") == "stop")
 
 
 def _ways(prompt: Prompt, *, chat: bool) -> Sequence[Abilities]:

@@ -110,19 +110,11 @@ class Tree:
 
 
 def grow(
-    target: Model,
-    prompt: Tokens,
-    *,
-    depth: int,
-    width: int,
-    draft: Model | None = None,
-    texts: Texts | None = None,
+    target: Model, prompt: Tokens, *, depth: int, width: int, draft: Model | None = None, texts: Texts | None = None
 ) -> Tree:
     """Score a prompt with every likely beginning.
 
     Args:
-        target: the model.
-        prompt: the tokens of the prompt.
         depth: tokens of an outcome.
         width: likeliest tokens that are distinguished at each position.
         draft: the draft model of the server, if it is known.

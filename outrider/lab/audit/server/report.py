@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rich.console import Console
-from rich.table import Table
 
+from outrider.lab.audit.report import new_table, verdict
 from outrider.lab.audit.server.diagnosis import Diagnosis, is_sure
 from outrider.lab.audit.server.distribution import SamplingTest
 from outrider.lab.audit.server.replay import Difference, ReplayResult
@@ -17,14 +17,12 @@ _SHOWN = 5  # differences and causes that are printed
 
 def show(result: ServerAuditResult, console: Console) -> None:
     """Print the tests, the real differences, the causes and the notes."""
-    table = Table(title=f"Is the output of {result.model} at {result.options.server} that of {result.target}?")
-    for heading in ("section", "what was done", "what was found", "verdict"):
-        table.add_column(heading)
-    table.add_row("replay", *_replay(result.replay), _verdict(result.replay.passed), end_section=True)
+    table = new_table(f"Is the output of {result.model} at {result.options.server} that of {result.target}?")
+    table.add_row("replay", *_replay(result.replay), verdict(result.replay.passed), end_section=True)
     distribution = result.sampling.distribution
     for number, test in enumerate(distribution.tests):
         section = "" if number else "distribution"
-        table.add_row(section, *_test(test, distribution.significance), _verdict(test.passed))
+        table.add_row(section, *_test(test, distribution.significance), verdict(test.passed))
     console.print(table)
     for difference in [each for each in result.replay.details if not each.near_tie][:_SHOWN]:
         console.print(_difference(difference), markup=False, highlight=False)
@@ -34,7 +32,7 @@ def show(result: ServerAuditResult, console: Console) -> None:
         console.print(_power(distribution.power), markup=False, highlight=False)
     for note in notes(result):
         console.print(f"note: {note}", markup=False, highlight=False)
-    console.print(f"Verdict: {_verdict(result.passed)}, after {result.seconds:.0f} s.")
+    console.print(f"Verdict: {verdict(result.passed)}, after {result.seconds:.0f} s.")
 
 
 def _replay(result: ReplayResult) -> tuple[str, str]:
@@ -84,7 +82,3 @@ def _power(powers: Mapping[str, float]) -> str:
     weak = [f"{cause} ({value:.0%})" for cause, value in powers.items() if not is_sure(value)]
     text = f"{sure} of {len(powers)} known defects would have been found for certain."
     return text + (f" Less likely: {'; '.join(weak)}." if weak else "")
-
-
-def _verdict(passed: bool) -> str:
-    return "[bold green]passed[/]" if passed else "[bold red]FAILED[/]"

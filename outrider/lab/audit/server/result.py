@@ -39,7 +39,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAuditResult:
-    """What the audit of a server found."""
+    """The results of the audit of a server."""
 
     settings: Settings
     options: ServerOptions

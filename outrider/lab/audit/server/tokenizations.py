@@ -83,7 +83,6 @@ def follow(pair: Pair, texts: Texts, prompt: Tokens, text: str, tolerance: Toler
     tokenization that comes furthest goes on from its difference, and all others are dropped.
 
     Args:
-        pair: the model.
         texts: spells tokens.
         prompt: the tokens before the text.
         text: the completion.

@@ -184,7 +184,6 @@ def _switch(engine: str, measured: Sequence[Load], k: int) -> str:
     """Say how to speculate at the loads where it pays only. It ends the sentence that names the others.
 
     Args:
-        engine: name of the engine.
         measured: the loads, the smallest first.
         k: draft tokens where it pays; 0: unknown.
     """

@@ -173,11 +173,7 @@ class _Measure:
         )
 
     async def _work(self, peer: _Peer, concurrency: int, requests: range, *, max_tokens: int | None = None) -> _Work:
-        """Complete the requests with these numbers, `concurrency` at a time.
-
-        Raises:
-            OutriderError: the server returns no tokens.
-        """
+        """Complete the requests with these numbers, `concurrency` at a time."""
         numbers = iter(requests)
         tokens = 0
 

@@ -40,36 +40,15 @@ class SoundMatchModel(CaptionTower):
         )
         self.sound_out = nn.Linear(4 * width, config.embedding)
 
-    def embed_windows(self, windows: Tensor) -> Tensor:
+    def parts(self, content: Tensor) -> Tensor:
+        """Return the windows of samples, (n, window). They overlap by half."""
+        return content.unfold(0, min(self.window, len(content)), self.step)
+
+    def embed(self, parts: Tensor) -> Tensor:
         """Return (n, embedding) of windows of samples, (n, window)."""
-        frames = windows.unfold(-1, 2 * self.audio.hop, self.audio.hop)
+        frames = parts.unfold(-1, 2 * self.audio.hop, self.audio.hop)
         spectra = (log_spectra(frames) - self.audio.mean) / self.audio.deviation
         features = self.sound(spectra.transpose(-1, -2))
         pooled = torch.cat([features.mean(-1), features.amax(-1)], dim=-1)
         embedding: Tensor = self.sound_out(pooled)
         return embedding
-
-
-class SoundScorer:
-    """Scores samples with a `SoundMatchModel`.
-
-    Args:
-        model: the network.
-    """
-
-    def __init__(self, model: SoundMatchModel) -> None:
-        self.score_range: tuple[float, float] | None = (0.0, 1.0)
-        self._model = model
-        self._prompt = ""
-        self._caption: tuple[Tensor, Tensor] | None = None
-
-    @torch.inference_mode()
-    def score(self, prompt: str, content: Tensor) -> Tensor:
-        """Return a probability for each window of `content`, [samples]. Windows overlap by half."""
-        model = self._model
-        if prompt != self._prompt or self._caption is None:
-            self._caption = model.embed_captions(torch.tensor([model.language.tokens(prompt)]))
-            self._prompt = prompt
-        embedding, offset = self._caption
-        windows = content.unfold(0, min(model.window, len(content)), model.step)
-        return torch.sigmoid((model.embed_windows(windows) * embedding).sum(-1) + offset)

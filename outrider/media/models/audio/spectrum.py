@@ -20,8 +20,7 @@ def log_spectra(frames: Tensor) -> Tensor:
 def encode(samples: Tensor, audio: AudioConfig) -> Tensor:
     """Return the latents (frames, channels, 1, 1) of a recording, one for each `hop` samples.
 
-    Frame t is centered at sample t x hop, so `StreamingSynthesizer` answers with the samples one
-    hop later.
+    Frame t is centered at sample t x hop, so `StreamingSynthesizer` answers with the samples one hop later.
     """
     padded = functional.pad(samples, (audio.hop, 0))
     spectra = log_spectra(padded.unfold(0, 2 * audio.hop, audio.hop))

@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from outrider.media.models.audio.config import AudioConfig
 from outrider.media.models.audio.scorer import SoundMatchModel, SoundScorerConfig
 from outrider.media.models.config import GeneratorConfig
@@ -27,15 +25,6 @@ class AudioNetworks:
     scorer: SoundMatchModel
     held_out_scorer: SoundMatchModel
 
-    def modules(self) -> dict[str, nn.Module]:
-        """Return the networks by the names of their files."""
-        return {
-            "target": self.target,
-            "drafter": self.drafter,
-            "scorer": self.scorer,
-            "held_out_scorer": self.held_out_scorer,
-        }
-
 
 def save_audio_networks(networks: AudioNetworks, folder: Path) -> None:
     """Write a set in bfloat16."""
@@ -47,7 +36,7 @@ def save_audio_networks(networks: AudioNetworks, folder: Path) -> None:
         "scorer": asdict(networks.scorer.config),
         "held_out_scorer": asdict(networks.held_out_scorer.config),
     }
-    write_set(config, networks.modules(), folder)
+    write_set(config, networks, folder)
 
 
 def load_audio_networks(config: dict[str, Any], folder: Path) -> AudioNetworks:
@@ -60,5 +49,5 @@ def load_audio_networks(config: dict[str, Any], folder: Path) -> AudioNetworks:
         scorer=SoundMatchModel(SoundScorerConfig(**config["scorer"]), audio),
         held_out_scorer=SoundMatchModel(SoundScorerConfig(**config["held_out_scorer"]), audio),
     )
-    read_weights(networks.modules(), folder)
+    read_weights(networks, folder)
     return networks

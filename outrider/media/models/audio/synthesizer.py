@@ -55,15 +55,13 @@ class StreamingSynthesizer:
         phase, before = self._state.phases, self._state.frequencies
         for t in range(len(spectra)):
             own = peaks[t]
-            # A peak goes on from the phase at its place, at the mean of the old and the new
-            # frequency.
+            # A peak goes on from the phase at its place, at the mean of the old and the new frequency.
             phase = (phase[own] + 0.5 * hop * (before[own] + frequencies[t])) % (2 * math.pi)
             phases[t] = phase
             before = frequencies[t]
         bins = np.zeros((len(spectra), hop + 1), dtype=np.complex64)
         bins[:, 1:] = spectra * np.exp(1j * phases)
-        # Phases are those at the center of a frame, which the inverse transform puts at the first
-        # sample.
+        # Phases are those at the center of a frame, which the inverse transform puts at the first sample.
         frames = np.roll(np.fft.irfft(bins, n=2 * hop).astype(np.float32), hop, axis=-1)
         tails = np.concatenate([self._state.tail[None], frames[:, hop:]])
         self._state = _State(phase, before, tails[-1])

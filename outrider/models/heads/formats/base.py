@@ -7,9 +7,10 @@ values that their target determines, so the target may be given as `TargetInfo`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from outrider.models.heads.description import HeadDescription
 
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
+Written = tuple[Config, Tensors]
 
 _FLOAT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
@@ -42,27 +44,22 @@ class TargetInfo:
     layer_types: tuple[str, ...] = ()  # from the config; () if it has none
 
 
-class Format(Protocol):
+class Format(ABC):
     """A checkpoint format of draft heads."""
 
-    @property
-    def name(self) -> str:
-        """The name for `--to`."""
+    name: str  # for `--to`
+    title: str  # a human-readable name with the projects that use the format
+    file: str = "model.safetensors"  # the name of the file for the tensors
 
-    @property
-    def title(self) -> str:
-        """A human-readable name with the projects that use the format."""
-
-    @property
-    def file(self) -> str:
-        """The name of the file for the tensors."""
-
+    @abstractmethod
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         """Return whether a checkpoint with this config and these tensor names is in this format."""
 
     def module(self, names: Collection[str]) -> str | None:
         """Return the prefix of the draft head's tensors in a full model, or None if the format has no such prefix."""
+        return None
 
+    @abstractmethod
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         """Return the draft head of a checkpoint.
 
@@ -71,9 +68,8 @@ class Format(Protocol):
             OutriderError: something is missing, contradictory or not supported.
         """
 
-    def write(
-        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
-    ) -> tuple[Config, Tensors]:
+    @abstractmethod
+    def write(self, description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> Written:
         """Return the config and tensors of a draft head.
 
         Raises:
@@ -134,16 +130,11 @@ class Source:
             self._ignored[why] = ignored
 
     def close(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the ignored tensors by reason.
-
-        Raises:
-            OutriderError: a tensor was neither taken nor ignored.
-        """
+        """Return the ignored tensors by reason. Raises OutriderError if a tensor was neither taken nor ignored."""
         if unhandled := sorted(self._unhandled):
             raise OutriderError(
-                f"{unhandled[0]!r} (and {len(unhandled) - 1} more) is unknown in this format, so"
-                " the draft head may compute something else than expected; use a checkpoint in a"
-                " supported format"
+                f"{unhandled[0]!r} (and {len(unhandled) - 1} more) is unknown in this format, so the draft head may"
+                " compute something else than expected; use a checkpoint in a supported format"
             )
         return self._ignored
 

@@ -1,4 +1,4 @@
-"""What the formats of the kinds of block heads have besides layers: names of tensors, and values of configs."""
+"""The parts of block heads besides their layers, by kind: names of tensors, and values of configs."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ class BlockKind:
     speculator: str = ""  # the class of speculators; "": named after the mark
     names: Names
     nested_names: Names | None = None  # of speculators; None: the same
-    # Where the config does not say: whether the column of the last committed token drafts, in a
-    # flat config and in one of speculators, and whether blocks with windows are causal in one of
-    # speculators.
+    # Where the config does not say: whether the column of the last committed token drafts, in a flat config and in one
+    # of speculators, and whether blocks with windows are causal in one of speculators.
     anchored: bool = False
     nested_anchored: bool = False
     nested_causal: bool = True
@@ -44,8 +43,7 @@ class BlockKind:
     # Returns fields of a `DraftBlock` from the values of a config, the weights and whether the
     # format is that of speculators.
     read: Callable[[At, Tensors, bool], dict[str, Any]] = lambda _at, _weights, _nested: {}
-    # Returns values of a config, from a block, the weights and whether the format is that of
-    # speculators.
+    # Returns values of a config, from a block, the weights and whether the format is that of speculators.
     write: Callable[[DraftBlock, Tensors, bool], Config] = lambda _block, _weights, _nested: {}
 
     def names_in(self, nested: bool) -> Names:
@@ -54,10 +52,7 @@ class BlockKind:
 
 
 _MARKOV: Names = MappingProxyType(
-    {
-        "markov_in.weight": "markov_head.markov_w1.weight",
-        "markov_out.weight": "markov_head.markov_w2.weight",
-    }
+    {"markov_in.weight": "markov_head.markov_w1.weight", "markov_out.weight": "markov_head.markov_w2.weight"}
 )
 # By our names: those of the flat format, and those of speculators. `mix` is stored as it is trained.
 _REFINER_PARTS: Mapping[str, tuple[str, str]] = MappingProxyType(

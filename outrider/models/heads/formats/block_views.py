@@ -1,9 +1,8 @@
-"""What the columns of a block attend to, in configs.
+"""The positions that the columns of a block attend to, in configs.
 
-`layer_types` says which layers have a window. Whether a column sees later columns is read from the
-first of these that a config has: `is_causal` of z-lab, `causal` of vLLM, `causal_head` of JetSpec.
-Without one, layers with a window are causal, and others are not; speculators has a switch for
-layers with a window.
+`layer_types` says which layers have a window. Whether a column sees later columns is read from the first of these that
+a config has: `is_causal` of z-lab, `causal` of vLLM, `causal_head` of JetSpec. Without one, layers with a window are
+causal, and others are not; speculators has a switch for layers with a window.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ def read_views(at: At, layer: ConfigReader, count: int, nested_causal: bool | No
 
     Args:
         at: finds the values of a config.
-        layer: the config of the layers.
         count: the number of layers.
         nested_causal: whether layers with a window are causal if a config of speculators does not
             say; None: the config is flat.

@@ -22,9 +22,11 @@ from outrider.models.heads.config import ConfigReader
 from outrider.models.heads.description import AuxStates, Body, DraftBlock, HeadDescription, Kind
 from outrider.models.heads.formats.base import (
     Config,
+    Format,
     Source,
     TargetInfo,
     Tensors,
+    Written,
     refuse,
     same,
     shared_embedding,
@@ -47,11 +49,7 @@ _TABLES: Mapping[str, str] = MappingProxyType(
     {"head.weight": "lm_head.weight", "embedding.weight": "embed_tokens.weight"}
 )
 _REQUIRED: Mapping[str, str] = MappingProxyType(
-    {
-        "fuse.weight": "fc.weight",
-        "state_norm.weight": "hidden_norm.weight",
-        "norm.weight": "norm.weight",
-    }
+    {"fuse.weight": "fc.weight", "state_norm.weight": "hidden_norm.weight", "norm.weight": "norm.weight"}
 )
 _IDS = "aux_hidden_state_layer_ids"  # counted by inputs
 # Switches, and the values that are supported.
@@ -63,22 +61,18 @@ _NUM_ANCHORS = 512  # blocks of a sequence in training; DeepSpec's model require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
+class Blocks(Format):
     """One of the formats: a flat config, or that of speculators with nested layers."""
 
     name: str
     title: str
     kind: Kind  # of block heads
     nested: bool
-    file: str = "model.safetensors"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         if self.nested or "speculators_model_type" in config:
             return self.nested and config.get("speculators_model_type") == self.kind
         return {"fc.weight", "hidden_norm.weight"} <= set(names) and flat_kind(config, names) is self.kind
-
-    def module(self, names: Collection[str]) -> str | None:
-        return None
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
@@ -128,9 +122,7 @@ class Blocks:
         )
         return description, weights
 
-    def write(
-        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
-    ) -> tuple[Config, Tensors]:
+    def write(self, description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> Written:
         body = description.body
         block = description.block
         refuse(self.name, {f"is of kind {description.kind}": block is None})
@@ -342,8 +334,7 @@ def _take_tables(source: Source, vocab: int, mask_token: int) -> Tensors:
 def _mask_row(name: str, mask: torch.Tensor, tensors: Tensors, target: TargetInfo | None) -> int:
     """Return the row of the embedding that equals the mask.
 
-    If there is none, and `tensors` has an embedding, the mask is written to a row that no token
-    uses.
+    If there is none, and `tensors` has an embedding, the mask is written to a row that no token uses.
     """
     stored = tensors.get("embed_tokens.weight")
     embedding = shared_embedding(target) if stored is None else stored

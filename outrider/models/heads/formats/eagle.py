@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.models.heads.description import AuxStates, Feedback, FusionPoint, HeadDescription, InputFusion, Kind
-from outrider.models.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse, stored
+from outrider.models.heads.formats.base import Format, Source, TargetInfo, Tensors, Written, refuse, stored
 from outrider.models.heads.formats.llama import layer_tensors, read_body, take_layer, unlike, write_body
 
 _OPTIONAL: Mapping[str, str] = MappingProxyType(
@@ -16,7 +16,7 @@ _OPTIONAL: Mapping[str, str] = MappingProxyType(
 )
 
 
-class Eagle:
+class Eagle(Format):
     """A Llama config with the number of layers of the draft head.
 
     The target's LM head gets the output of the last layer without a norm. The first layer has no
@@ -25,7 +25,6 @@ class Eagle:
 
     name = "eagle"
     title = "EAGLE-1 and 2 (SafeAILab, vLLM)"
-    file = "model.safetensors"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return (
@@ -33,9 +32,6 @@ class Eagle:
             and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(names)
             and "layers.0.hidden_norm.weight" not in names
         )
-
-    def module(self, names: Collection[str]) -> str | None:
-        return None
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         body = read_body(
@@ -61,9 +57,7 @@ class Eagle:
         )
         return description, weights
 
-    def write(
-        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
-    ) -> tuple[Config, Tensors]:
+    def write(self, description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> Written:
         body = description.body
         fusion = description.input_fusion
         aux = description.aux_states

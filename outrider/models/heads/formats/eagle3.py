@@ -1,10 +1,9 @@
 """EAGLE-3 and 3.1 in the format of SafeAILab, SpecForge and SGLang, and in that of speculators.
 
-The formats count layers differently. The first numbers a layer by its output, as Outrider does. The
-second numbers it by its input, so its layer k is layer k - 1 here. `norm_output` also has two
-meanings. In SpecForge it says that there is a final norm before the LM head. In speculators it says
-that the normed state is fed back. A head whose config is copied from one format to the other drafts
-worse with each draft token.
+The formats count layers differently. The first numbers a layer by its output, as Outrider does. The second numbers it
+by its input, so its layer k is layer k - 1 here. `norm_output` also has two meanings. In SpecForge it says that there
+is a final norm before the LM head. In speculators it says that the normed state is fed back. A head whose config is
+copied from one format to the other drafts worse with each draft token.
 """
 
 from __future__ import annotations
@@ -28,12 +27,20 @@ from outrider.models.heads.description import (
     InputFusion,
     Kind,
 )
-from outrider.models.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse, shared_lm_head, stored
+from outrider.models.heads.formats.base import (
+    Format,
+    Source,
+    TargetInfo,
+    Tensors,
+    Written,
+    refuse,
+    shared_lm_head,
+    stored,
+)
 from outrider.models.heads.formats.llama import layer_tensors, read_body, take_layer, unlike, write_body
 from outrider.models.heads.formats.speculators import speculators
 
-# Norms that the formats store in the first layer, and their names in the module, which stores them
-# outside.
+# Norms that the formats store in the first layer, and their names in the module, which stores them outside.
 _FIRST_LAYER_NORMS: Mapping[str, str] = MappingProxyType(
     {"input_layernorm.weight": "embedding_norm.weight", "hidden_norm.weight": "state_norm.weight"}
 )
@@ -52,20 +59,16 @@ class _Choices:
     final_norm: bool = True
 
 
-class Eagle3:
+class Eagle3(Format):
     """A flat config. The first layer is `midlayer`, or `layers.0` in checkpoints of ModelOpt."""
 
     name = "eagle3"
     title = "EAGLE-3 (SafeAILab, SpecForge, SGLang)"
-    file = "model.safetensors"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return "speculators_model_type" not in config and (
             "midlayer.self_attn.q_proj.weight" in names or {"fc.weight", "layers.0.hidden_norm.weight"} <= set(names)
         )
-
-    def module(self, names: Collection[str]) -> str | None:
-        return None
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
@@ -94,9 +97,7 @@ class Eagle3:
         )
         return _read(source, config, choices)
 
-    def write(
-        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
-    ) -> tuple[Config, Tensors]:
+    def write(self, description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> Written:
         body = description.body
         fusion = description.input_fusion
         aux = description.aux_states
@@ -132,18 +133,14 @@ class Eagle3:
         return config, tensors
 
 
-class SpeculatorsEagle3:
+class SpeculatorsEagle3(Format):
     """A config with a nested config of the layers. The first layer is named `layers.0`."""
 
     name = "eagle3-speculators"
     title = "EAGLE-3 (speculators, vLLM)"
-    file = "model.safetensors"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return config.get("speculators_model_type") == "eagle3"
-
-    def module(self, names: Collection[str]) -> str | None:
-        return None
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
@@ -159,9 +156,7 @@ class SpeculatorsEagle3:
         )
         return _read(source, layer, choices)
 
-    def write(
-        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
-    ) -> tuple[Config, Tensors]:
+    def write(self, description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> Written:
         body = description.body
         refuse(self.name, {**_reasons(description), "has no final norm": not description.final_norm})
         assert body is not None
@@ -280,7 +275,6 @@ def read_ids(source: Source, vocab: int, head: torch.Tensor | None) -> Tensors:
     d2t holds the differences between these ids and 0, 1, 2, ...
 
     Args:
-        source: the checkpoint.
         vocab: the vocabulary size of the target.
         head: the draft head's own LM head [Vd, H], if it has one.
     """

@@ -1,8 +1,7 @@
 """Gemma 4's assistants: Gemma layers with queries only, which attend to the keys and values of their target.
 
-A layer attends to the target's last layer of its own type, full or sliding attention. The target's
-config tells which layer that is. If a later layer of the target reuses the keys of an earlier one,
-Outrider's cache holds them for both.
+A layer attends to the target's last layer of its own type, full or sliding attention. The target's config tells which
+layer that is. If a later layer of the target reuses the keys of an earlier one, Outrider's cache holds them for both.
 """
 
 from __future__ import annotations
@@ -26,7 +25,17 @@ from outrider.models.heads.description import (
     Scaling,
     SharedKV,
 )
-from outrider.models.heads.formats.base import Config, Source, TargetInfo, TargetRequired, Tensors, refuse, stored
+from outrider.models.heads.formats.base import (
+    Config,
+    Format,
+    Source,
+    TargetInfo,
+    TargetRequired,
+    Tensors,
+    Written,
+    refuse,
+    stored,
+)
 from outrider.models.heads.formats.llama import layer_tensors, rope_of, take_layer
 from outrider.models.heads.modules.centroids import TOKEN_ORDER
 
@@ -50,7 +59,7 @@ _ACTIVATION = "gelu_pytorch_tanh"
 _DEFAULT_CONTEXT = 131072  # as max_position_embeddings if it is unknown
 
 
-class Gemma4Assistant:
+class Gemma4Assistant(Format):
     """A config with a nested config of the layers.
 
     As in transformers, a sliding window of w tokens means that w + 1 entries are visible.
@@ -58,13 +67,9 @@ class Gemma4Assistant:
 
     name = "gemma4-assistant"
     title = "Gemma 4's assistants (Google, transformers, vLLM)"
-    file = "model.safetensors"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return {"pre_projection.weight", "post_projection.weight"} <= set(names)
-
-    def module(self, names: Collection[str]) -> str | None:
-        return None
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
@@ -100,9 +105,7 @@ class Gemma4Assistant:
         )
         return description, weights
 
-    def write(
-        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
-    ) -> tuple[Config, Tensors]:
+    def write(self, description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> Written:
         body = description.body
         refuse(self.name, {f"is of kind {description.kind}": not description.shared_kv})
         assert body is not None
@@ -127,11 +130,7 @@ class Gemma4Assistant:
 
 
 def _read_layer_types(text: ConfigReader) -> tuple[str, ...]:
-    """Return the type of each layer.
-
-    Raises:
-        OutriderError: the layers are not those of Gemma 4's assistants.
-    """
+    """Return the type of each layer."""
     switches = ("enable_moe_block", "use_double_wide_mlp", "attention_bias")
     has_other_layers = (
         any(text.boolean(name, False) for name in switches)
@@ -169,11 +168,7 @@ def _read_body(text: ConfigReader, num_layers: int, shared: SharedKV) -> Body:
 
 
 def _clusters(order: torch.Tensor, centroids: Centroids) -> torch.Tensor:
-    """Return the tokens [C, V / C] of each cluster.
-
-    Raises:
-        OutriderError: there are no clusters of equal size.
-    """
+    """Return the tokens [C, V / C] of each cluster."""
     if order.numel() % centroids.count:
         raise OutriderError(
             f"its {order.numel()} tokens do not divide into {centroids.count} clusters of equal"

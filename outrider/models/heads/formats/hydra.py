@@ -11,18 +11,17 @@ import torch
 
 from outrider.errors import OutriderError
 from outrider.models.heads.description import AuxStates, HeadDescription, Kind, ParallelHeads
-from outrider.models.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse, shared_lm_head
+from outrider.models.heads.formats.base import Format, Source, TargetInfo, Tensors, Written, refuse, shared_lm_head
 from outrider.models.heads.formats.medusa import count_blocks, describe_heads
 
 _BLOCK = re.compile(r"hydra_mlp\.(?P<head>\d+)\.(?P<layer>\d+)\.linear\.weight")
 
 
-class Hydra:
+class Hydra(Format):
     """Blocks are named `hydra_mlp.{head}.{layer}`. Each head has an LM head with a bias.
 
-    Heads take the state `hidden_state_offset` layers before the last. Heads that are not
-    `grounded_heads` are Medusa heads. Heads without a bias are stored with a bias of zeros, which
-    is removed when they are read.
+    Heads take the state `hidden_state_offset` layers before the last. Heads that are not `grounded_heads` are Medusa
+    heads. Heads without a bias are stored with a bias of zeros, which is removed when they are read.
     """
 
     name = "hydra"
@@ -31,9 +30,6 @@ class Hydra:
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return "hydra_num_heads" in config or any(name.startswith("hydra_mlp.") for name in names)
-
-    def module(self, names: Collection[str]) -> str | None:
-        return None
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
@@ -48,8 +44,7 @@ class Hydra:
             for kind in ("weight", "bias"):
                 for j in range(layers):
                     weights[f"blocks.{i}.{j}.linear.{kind}"] = source.take(f"hydra_mlp.{i}.{j}.linear.{kind}")
-                # The input of the first block is wider than its output, so a layer maps the
-                # residual.
+                # The input of the first block is wider than its output, so a layer maps the residual.
                 if grounded:
                     residual = f"0.res_connection.{kind}"
                     weights[f"blocks.{i}.{residual}"] = source.take(f"hydra_mlp.{i}.{residual}")
@@ -64,9 +59,7 @@ class Hydra:
         kind_of_head = Kind.HYDRA if grounded else Kind.MEDUSA
         return replace(description, kind=kind_of_head, aux_states=aux_states), weights
 
-    def write(
-        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
-    ) -> tuple[Config, Tensors]:
+    def write(self, description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> Written:
         stack = description.stack
         aux = description.aux_states
         refuse(self.name, {f"is of kind {description.kind}": description.kind not in (Kind.HYDRA, Kind.MEDUSA)})

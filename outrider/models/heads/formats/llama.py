@@ -33,8 +33,6 @@ def read_body(config: ConfigReader, layers: int, has: Callable[[str], bool], *, 
     """Return decoder layers by their config.
 
     Args:
-        config: the config of the layers.
-        layers: the number of layers.
         has: returns whether the first layer has a tensor of this name.
         windows: whether sliding windows are read elsewhere.
 
@@ -208,7 +206,6 @@ def take_layer(source: Source, prefix: str, into: str, *, moved: Mapping[str, st
     """Return the tensors of a decoder layer under the names that they have in the module.
 
     Args:
-        source: the checkpoint.
         prefix: the prefix of the layer's tensors in the checkpoint.
         into: their prefix in the module.
         moved: the names in the module of tensors that have another prefix there.

@@ -12,11 +12,12 @@ import torch
 from outrider.errors import OutriderError
 from outrider.models.heads.description import AuxStates, HeadDescription, Kind, ParallelHeads
 from outrider.models.heads.formats.base import (
-    Config,
+    Format,
     Source,
     TargetInfo,
     TargetRequired,
     Tensors,
+    Written,
     refuse,
     same,
     shared_lm_head,
@@ -27,7 +28,7 @@ _VLLM_BLOCK = re.compile(r"(?P<prefix>medusa_heads\.)?blocks\.(?P<head>\d+)\.lay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Medusa:
+class Medusa(Format):
     """Blocks are named `{head}.{layer}.linear`. The LM head of each head, if any, has the next layer number."""
 
     name: str
@@ -65,9 +66,7 @@ class Medusa:
         target_layers = source.config.integer("num_hidden_layers", 0) if prefix else 0
         return describe_heads(source, stack, weights, vocab=vocab, target_layers=target_layers), weights
 
-    def write(
-        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
-    ) -> tuple[Config, Tensors]:
+    def write(self, description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> Written:
         stack = description.stack
         refuse(self.name, _reasons(description))
         refuse(self.name, {"has a reduced draft vocabulary; use --to medusa-vllm": bool(description.draft_vocab)})
@@ -92,18 +91,14 @@ class Medusa:
         return config, tensors
 
 
-class VllmMedusa:
+class VllmMedusa(Format):
     """Blocks are named `blocks.{head}.layers.{layer}`. LM heads are separate, perhaps with a reduced vocabulary."""
 
     name = "medusa-vllm"
     title = "Medusa (vLLM)"
-    file = "model.safetensors"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return any(map(_VLLM_BLOCK.fullmatch, names))
-
-    def module(self, names: Collection[str]) -> str | None:
-        return None
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
@@ -137,9 +132,7 @@ class VllmMedusa:
         )
         return describe_heads(source, stack, weights, vocab=vocab), weights
 
-    def write(
-        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
-    ) -> tuple[Config, Tensors]:
+    def write(self, description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> Written:
         stack = description.stack
         refuse(self.name, _reasons(description))
         assert stack is not None

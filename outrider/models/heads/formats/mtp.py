@@ -1,10 +1,9 @@
 """Modules for multi-token prediction (MTP) that are part of a target, with the tensor names of several model families.
 
-All modules consist of a projection of two normalized vectors and a decoder layer. They differ in
-ways that tensors do not show: the order of the two vectors, the hidden state that is taken from the
-target, the state that is fed back, and whether the embedding at position 0 is replaced by zeros. As
-in vLLM, the family decides. Several DeepSeek modules feed each other. For several modules of other
-families this is not defined, so only the first is used, once per draft token.
+All modules consist of a projection of two normalized vectors and a decoder layer. They differ in ways that tensors do
+not show: the order of the two vectors, the hidden state that is taken from the target, the state that is fed back, and
+whether the embedding at position 0 is replaced by zeros. As in vLLM, the family decides. Several DeepSeek modules feed
+each other. For several modules of other families this is not defined, so only the first is used, once per draft token.
 
 | naming | order | the target's last state | fed back | embedding at position 0 |
 |---|---|---|---|---|
@@ -28,7 +27,7 @@ import torch
 from outrider.errors import OutriderError
 from outrider.models.heads.config import ConfigReader
 from outrider.models.heads.description import AuxStates, Body, Feedback, FusionPoint, HeadDescription, InputFusion, Kind
-from outrider.models.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse
+from outrider.models.heads.formats.base import Config, Format, Source, TargetInfo, Tensors, Written, refuse
 from outrider.models.heads.formats.llama import (
     LLAMAS,
     layer_tensors,
@@ -51,7 +50,7 @@ _NUM_REQUIRED = 4  # the first ones of `_OUTER`; the others are the target's if 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mtp:
+class Mtp(Format):
     """The tensor names and conventions of one model family.
 
     A `prefix` in the methods is that of a module's tensors, ending in a dot.
@@ -70,7 +69,6 @@ class Mtp:
     after: bool = False  # numbers of modules continue those of the target's layers
     several: bool = False  # supports several modules, each of which takes the output of the one before
     nested: str = ""  # key in config.json of the target's config
-    file: str = "model.safetensors"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return self.module(names) is not None and (not self.nested or self.nested in config)
@@ -143,9 +141,7 @@ class Mtp:
         )
         return description, weights
 
-    def write(
-        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
-    ) -> tuple[Config, Tensors]:
+    def write(self, description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> Written:
         body = description.body
         fusion = description.input_fusion
         other_kind = description.kind is not Kind.MTP or body is None or fusion is None
@@ -159,10 +155,7 @@ class Mtp:
         tensors: Tensors = {}
         for i in range(description.modules):
             tensors |= self._module_tensors(fusion, weights, i, self.place.format(first_number + i))
-        config = {
-            **self._layer_config(body, description.vocab, target),
-            "num_hidden_layers": description.target_layers,
-        }
+        config = {**self._layer_config(body, description.vocab, target), "num_hidden_layers": description.target_layers}
         if not self.nested:
             return {**config, "num_nextn_predict_layers": description.modules}, tensors
         common = speculators("mtp", "MTPDraftModel", target)

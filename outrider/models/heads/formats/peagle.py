@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.errors import OutriderError
 from outrider.models.heads.description import Feedback, FuseNorm, HeadDescription, Kind, MaskTokens
-from outrider.models.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse
+from outrider.models.heads.formats.base import Source, TargetInfo, Tensors, Written, refuse
 from outrider.models.heads.formats.eagle3 import Eagle3, SpeculatorsEagle3
 from outrider.models.heads.formats.speculators import speculators
 
@@ -23,8 +23,7 @@ _MASK_STATE = "mask_hidden"
 _DRAFT_TOKENS_KEY = "num_lookahead_tokens"
 _NESTED_KEY = "transformer_layer_config"
 _FIRST_LAYER = "layers.0."
-# Keys of the nested format that the flat one does not have, besides those that contain
-# "speculators".
+# Keys of the nested format that the flat one does not have, besides those that contain "speculators".
 _NESTED_ONLY_KEYS = ("architectures", "norm_output", _NESTED_KEY)
 
 
@@ -42,9 +41,7 @@ class PEagle(Eagle3):
         draft_tokens = source.config.size(_DRAFT_TOKENS_KEY, _DEFAULT_DRAFT_TOKENS)
         return _with_masks(source, description, weights, draft_tokens)
 
-    def write(
-        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
-    ) -> tuple[Config, Tensors]:
+    def write(self, description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> Written:
         num_layers = len(description.aux_states.layers)
         reasons = {
             **_reasons(description),
@@ -87,9 +84,7 @@ class SpeculatorsPEagle(SpeculatorsEagle3):
         description, weights = super().read(source)
         return _with_masks(source, description, weights, draft_tokens)
 
-    def write(
-        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
-    ) -> tuple[Config, Tensors]:
+    def write(self, description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> Written:
         norms_each = description.aux_states.norm is FuseNorm.EACH
         reasons = {
             **_reasons(description),

@@ -85,8 +85,7 @@ def find(folder: Path) -> Found | None:
     """Return the draft head of a folder with its format, or None if the folder has no draft head in a known format.
 
     Raises:
-        OutriderError: a file is damaged, or the draft head is of a known kind that is not
-            supported.
+        OutriderError: a file is damaged, or the draft head is of a known kind that is not supported.
     """
     config = read_config(folder)
     stored = TensorFiles(folder)
@@ -120,12 +119,10 @@ def check_projection(folder: Path, *, alone: bool = False) -> None:
     """Check that the MTP modules of a folder have their projection.
 
     Args:
-        folder: the folder.
         alone: whether to accept a full model, which runs without its modules.
 
     Raises:
-        OutriderError: the folder has other tensors of a module, but not its projection; or a file
-            is damaged.
+        OutriderError: the folder has other tensors of a module, but not its projection; or a file is damaged.
     """
     names = TensorFiles(folder).keys()
     missing = _missing_projection(names)
@@ -167,11 +164,7 @@ def _unsupported_reason(config: Mapping[str, Any], names: Collection[str]) -> st
 
 
 def format_of(name: str) -> Format:
-    """Return a format by its name.
-
-    Raises:
-        OutriderError: there is no such format.
-    """
+    """Return a format by its name. Raises OutriderError if there is no such format."""
     for format in FORMATS:
         if format.name == name:
             return format

@@ -14,7 +14,6 @@ def speculators(kind: str, architecture: str, target: TargetInfo | None, draft_t
     Args:
         kind: the kind of draft head, as speculators names it.
         architecture: the class that loads it in speculators.
-        target: the target.
         draft_tokens: draft tokens in each round.
     """
     return {

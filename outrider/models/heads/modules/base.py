@@ -13,9 +13,8 @@ from outrider.models.heads.modules.centroids import CentroidHead
 class HeadBase(nn.Module):
     """A draft head with its own embedding and LM head, or with those of its target.
 
-    Tables that it shares with the target are set by `share_weights` and are no parameters of the
-    module. A draft head with a reduced vocabulary keeps a copy of the needed rows of the target's
-    LM head (Zhao et al. 2025, FR-Spec).
+    Tables that it shares with the target are set by `share_weights` and are no parameters of the module. A draft head
+    with a reduced vocabulary keeps a copy of the needed rows of the target's LM head (Zhao et al. 2025, FR-Spec).
     """
 
     ids: torch.Tensor  # [Vd] target ids of the tokens that can be drafted, in ascending order

@@ -3,12 +3,11 @@
 These are DFlash (2602.06036), DFlash 2, JetSpec (2606.18394), DSpark (2607.05147), XPress
 (2608.02438) and Domino (2605.29707).
 
-A block is the last committed token and mask tokens after it. Its columns attend to each other in
-both directions, or in JetSpec only to columns before them. In each layer they also attend to the
-target's hidden states of the tokens before the block; the layer's own key and value projections map
-these states. Only the columns of the block run through the layers. The keys and values of committed
-tokens are computed once and cached. DSpark and DFlash 2 also correct the logits of each draft token
-by the token before it, XPress and Domino by all draft tokens before it.
+A block is the last committed token and mask tokens after it. Its columns attend to each other in both directions, or in
+JetSpec only to columns before them. In each layer they also attend to the target's hidden states of the tokens before
+the block; the layer's own key and value projections map these states. Only the columns of the block run through the
+layers. The keys and values of committed tokens are computed once and cached. DSpark and DFlash 2 also correct the
+logits of each draft token by the token before it, XPress and Domino by all draft tokens before it.
 
 The mask is a vector of the draft head. Some checkpoints have a `mask_token_id` instead, which names
 a row of the embedding. Import copies that row. Export is possible if the mask still equals a row,
@@ -118,8 +117,7 @@ class BlockHead(HeadBase):
     def predicting(self, out: torch.Tensor) -> torch.Tensor:
         """Return the outputs [*, draft tokens, H] of the columns that predict, of outputs [*, size, H]."""
         predicting = out[..., self.block.first_column :, :]
-        # Make the strides contiguous. Otherwise torch copies the LM head for each block to multiply
-        # by it.
+        # Make the strides contiguous. Otherwise torch copies the LM head for each block to multiply by it.
         return predicting.reshape(-1, out.shape[-1]).view(predicting.shape)
 
     def correct_logits(self, logits: torch.Tensor, out: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -143,8 +141,7 @@ class BlockHead(HeadBase):
     def confidence(self, out: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Return the log-odds [*] float32 that a draft token is accepted.
 
-        They are trained on the distributions at temperature 1 and do not depend on the sampled
-        draft token.
+        They are trained on the distributions at temperature 1 and do not depend on the sampled draft token.
 
         Args:
             out: [*, H] outputs from which the token is sampled.

@@ -1,8 +1,7 @@
 """An LM head that computes the logits of the likeliest token clusters only, as in Gemma 4's assistants.
 
-The vocabulary is divided into clusters of equal size, each with a centroid. The dot products with
-the centroids choose some clusters, and only the tokens in them get logits. So a pass reads the
-centroids and a share of the LM head.
+The vocabulary is divided into clusters of equal size, each with a centroid. The dot products with the centroids choose
+some clusters, and only the tokens in them get logits. So a pass reads the centroids and a share of the LM head.
 """
 
 from __future__ import annotations

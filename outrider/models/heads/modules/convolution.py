@@ -1,11 +1,10 @@
 """Decoder layers with convolutions over the columns of a block (DFlash 2).
 
-A column of a block does not see the draft tokens before it. Convolutions before and after attention
-and MLP pass on what the columns before it have computed. Each channel has a coefficient per column
-that it reads: a trained constant, and a part that a projection of the input computes for a group of
-adjacent channels. Both convolutions of a sublayer take their coefficients from one projection of
-its input. A block never reads columns of another block, and hidden states of the target are not
-convolved.
+A column of a block does not see the draft tokens before it. Convolutions before and after attention and MLP pass on
+what the columns before it have computed. Each channel has a coefficient per column that it reads: a trained constant,
+and a part that a projection of the input computes for a group of adjacent channels. Both convolutions of a sublayer
+take their coefficients from one projection of its input. A block never reads columns of another block, and hidden
+states of the target are not convolved.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from outrider.models.heads.modules.base import HeadBase
 from outrider.models.heads.modules.layers import GatedMLP, Norm, rotation
 from outrider.models.torch.rotary import rotate
 
-# Called with the index of a decoder layer and its queries [*, heads, T, D]. Returns the attention
-# output of that shape.
+# Called with the index of a decoder layer and its queries [*, heads, T, D]. Returns the attention output of that shape.
 KVSharingAttention = Callable[[int, torch.Tensor], torch.Tensor]
 
 
@@ -129,10 +128,5 @@ class _QueryAttention(nn.Module):
 def _layer_body(body: Body, shared: SharedKV) -> Body:
     """Return the body of a layer that attends to these keys and values."""
     return replace(
-        body,
-        key_heads=shared.key_heads,
-        dim=shared.dim,
-        theta=shared.theta,
-        rope=shared.rope,
-        rotary=shared.rotary,
+        body, key_heads=shared.key_heads, dim=shared.dim, theta=shared.theta, rope=shared.rope, rotary=shared.rotary
     )

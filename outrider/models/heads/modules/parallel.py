@@ -49,8 +49,7 @@ class ParallelHead(HeadBase):
         for i in range(self.stack.layers):
             inputs = width
             if not i and self.description.kind is Kind.HYDRA:
-                # The input also has the embeddings of the token after the state and of the earlier
-                # draft tokens.
+                # The input also has the embeddings of the token after the state and of the earlier draft tokens.
                 inputs = width * (2 + head)
             blocks.append(ResidualBlock(inputs, width, bias=self.stack.bias))
         return nn.Sequential(*blocks)
@@ -63,8 +62,7 @@ class ParallelHead(HeadBase):
 
         Args:
             state: [*, H] hidden states of the target, after its final norm.
-            tokens: [*, head + 1] the tokens after the state, including earlier draft tokens. Only
-                Hydra uses them.
+            tokens: [*, head + 1] the tokens after the state, including earlier draft tokens. Only Hydra uses them.
             head: index of the head, from 0.
         """
         x = state

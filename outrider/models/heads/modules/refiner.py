@@ -1,14 +1,12 @@
 """The causal refiner of XPress (2608.02438): corrects the logits of a block by the tokens before each draft token.
 
-Each column of a block has an input: the column's own output, the mean output of the block, and the
-token before the token that the column predicts. The inputs of a column and of the columns before it
-are mixed, with a weight per pair of columns and channel. An MLP and a small output layer turn the
-result into a correction of the logits.
+Each column of a block has an input: the column's own output, the mean output of the block, and the token before the
+token that the column predicts. The inputs of a column and of the columns before it are mixed, with a weight per pair of
+columns and channel. An MLP and a small output layer turn the result into a correction of the logits.
 
-A column only depends on tokens before it. So the distribution of a draft token is a function of its
-path, and tokens can be sampled one after another. Greedy tokens can also be found in passes over
-all columns at once, each with the tokens of the pass before (Jacobi iteration): pass k settles
-draft token k.
+A column only depends on tokens before it. So the distribution of a draft token is a function of its path, and tokens
+can be sampled one after another. Greedy tokens can also be found in passes over all columns at once, each with the
+tokens of the pass before (Jacobi iteration): pass k settles draft token k.
 """
 
 from __future__ import annotations

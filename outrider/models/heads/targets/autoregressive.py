@@ -30,13 +30,7 @@ class AutoregressiveTarget(HeadRunner):
     module: AutoregressiveHead
 
     def __init__(
-        self,
-        module: AutoregressiveHead,
-        tables: SharedWeights,
-        *,
-        slots: int,
-        context: int,
-        window: int | None = None,
+        self, module: AutoregressiveHead, tables: SharedWeights, *, slots: int, context: int, window: int | None = None
     ) -> None:
         """Prepare for `slots` sequences of up to `context` tokens.
 
@@ -149,12 +143,7 @@ class NativeHead(AutoregressiveTarget):
     def _pack(self) -> None:
         """Pack the weights again. The memory of the old ones is freed with their decoder."""
         self._decoder = HeadDecoder(
-            self.module,
-            self._shared_weights,
-            load_library(),
-            self._paged_cache,
-            window=self._window,
-            bits=self._bits,
+            self.module, self._shared_weights, load_library(), self._paged_cache, window=self._window, bits=self._bits
         )
 
     def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

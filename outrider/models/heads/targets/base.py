@@ -1,8 +1,7 @@
 """The base class of targets that run draft heads.
 
-A draft head implements the same `Target` protocol as a draft model, so proposers and planners treat
-both alike. In addition, a draft head needs the target's hidden state before each token. They come
-with each round (`record_states`).
+A draft head implements the same `Target` protocol as a draft model, so proposers and planners treat both alike. In
+addition, a draft head needs the target's hidden state before each token. They come with each round (`record_states`).
 """
 
 from __future__ import annotations
@@ -91,11 +90,7 @@ class HeadRunner:
             raise OutriderError("a draft head cannot export hidden states; export those of its target")
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load new values for some or all weights.
-
-        Raises:
-            OutriderError: a name or a shape does not match.
-        """
+        """Load new values for some or all weights. Raises OutriderError if a name or a shape does not match."""
         state_dict = self.module.state_dict()
         for name, value in weights.items():
             if name not in state_dict:

@@ -21,9 +21,8 @@ from outrider.models.torch.attention import CacheReader, MaskRule
 class BlockTarget(HeadRunner):
     """Runs a `BlockHead` with a KV cache that it computes from the target's hidden states.
 
-    `score` with `first` < 0 runs one block per sequence. With `first` >= 0 it looks up the logits
-    at the depth of each node and corrects them by the tokens of the nodes. Beyond the block it
-    repeats the last logits.
+    `score` with `first` < 0 runs one block per sequence. With `first` >= 0 it looks up the logits at the depth of each
+    node and corrects them by the tokens of the nodes. Beyond the block it repeats the last logits.
     """
 
     module: BlockHead

@@ -22,10 +22,9 @@ from outrider.models.torch.attention import CacheReader
 class MultiModuleTarget(HeadRunner):
     """Runs an `AutoregressiveHead` with several modules. Each module has its own KV cache.
 
-    Module m, counted from 0, combines a token with the output of module m - 1 at the token before,
-    and predicts the draft token at depth m. So a draft token runs only through the modules that
-    predict after it. A sequence with fewer tokens than modules has no input for the last modules,
-    so their predictions are arbitrary.
+    Module m, counted from 0, combines a token with the output of module m - 1 at the token before, and predicts the
+    draft token at depth m. So a draft token runs only through the modules that predict after it. A sequence with fewer
+    tokens than modules has no input for the last modules, so their predictions are arbitrary.
     """
 
     module: AutoregressiveHead
@@ -38,8 +37,7 @@ class MultiModuleTarget(HeadRunner):
             _ModuleCaches(self._kv_caches), self._hidden_states, to_head_batch=skip_tokens, skipped_tokens=1
         )
         self._zero_states = torch.zeros(count, module.description.width, dtype=self._dtype, device=self.device)
-        # The outputs [modules, H] of all modules at the last committed tokens, by slot and
-        # position.
+        # The outputs [modules, H] of all modules at the last committed tokens, by slot and position.
         self._last_states: dict[int, dict[int, torch.Tensor]] = {}
         # The same in the current round, by sequence and node. Node -1 is the last committed token.
         self._node_states: list[dict[int, torch.Tensor]] = []
@@ -70,8 +68,7 @@ class MultiModuleTarget(HeadRunner):
                 if len(new_states):
                     self._node_states[b][-1][index] = new_states[-1]
                 states[b] = new_states[:-1]
-                # At the first new token the next module needs this module's output at the token
-                # before.
+                # At the first new token the next module needs this module's output at the token before.
                 if batch.start[b] > index + 1:
                     before = self._last_states[slots[b]].get(batch.start[b] - 1, self._zero_states)
                     states[b] = torch.cat([before[index, None], new_states[:-1]])

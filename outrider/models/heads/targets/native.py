@@ -192,9 +192,8 @@ def _check_support(body: Body, target_hidden: int) -> None:
     sizes = (target_hidden, body.hidden, body.dim, body.ffn)
     if any(size % 16 for size in sizes) or body.dim > MAX_HEAD_DIM:
         raise UnsupportedModel(
-            "the native kernels need sizes that are multiples of 16 and attention heads of at most"
-            f" {MAX_HEAD_DIM} dimensions; this draft head has sizes {', '.join(map(str, sizes))}"
-            f" and heads of {body.dim}"
+            f"the native kernels need sizes that are multiples of 16 and attention heads of at most {MAX_HEAD_DIM}"
+            f" dimensions; this draft head has sizes {', '.join(map(str, sizes))} and heads of {body.dim}"
         )
     if body.heads > MAX_QUERIES_PER_KEY_HEAD * body.key_heads:
         raise UnsupportedModel(

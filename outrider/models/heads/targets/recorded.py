@@ -23,7 +23,8 @@ from outrider.models.heads.modules.layers import Attention
 from outrider.models.heads.targets.autoregressive import AutoregressiveTarget, skip_tokens
 from outrider.models.torch.cuda_recorder import Recorder
 from outrider.models.triton.decoder import attend_groups
-from outrider.models.triton.passes import MAX_COLUMNS, Bucket, Buffers, Rows, feeds_long_prompt, ragged_pass
+from outrider.models.triton.passes import MAX_COLUMNS, Bucket, Buffers, Rows
+from outrider.models.triton.ragged import feeds_long_prompt, ragged_pass
 from outrider.models.triton.recordings import Recordings
 
 
@@ -161,12 +162,7 @@ class RecordedHead(AutoregressiveTarget):
         def attend(module: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             qkv = torch.cat([query, key, value]).transpose(0, 1).flatten(1)
             attended = attend_groups(
-                qkv,
-                groups,
-                pages[:, module.layer_idx],
-                self._unrotated,
-                scale=module.dim**-0.5,
-                window=self._window,
+                qkv, groups, pages[:, module.layer_idx], self._unrotated, scale=module.dim**-0.5, window=self._window
             )
             return attended.view(len(qkv), -1, module.dim).transpose(0, 1)
 

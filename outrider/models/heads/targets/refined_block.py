@@ -35,8 +35,7 @@ class RefinedBlockTarget(BlockTarget):
             self._start(batch)
         refiner = self.module.refiner
         known = self._known.shape[1]
-        # The columns of known tokens come first, as a chain. The last one predicts the first draft
-        # token.
+        # The columns of known tokens come first, as a chain. The last one predicts the first draft token.
         chain = torch.arange(known, device=self.device).expand_as(self._known)
         depth = torch.cat([torch.zeros_like(self._known[:, :1]), tree.depths(draft)], 1)
         column = torch.cat([chain[:, :-1], depth + known - 1], 1).clamp(max=self.module.block.size - 1)

@@ -29,8 +29,7 @@ _log = logging.getLogger("outrider")
 def is_autoregressive(module: HeadModule) -> bool:
     """Return whether a draft head is an autoregressive head of one module, possibly with mask tokens.
 
-    Only such heads can attend to the latest tokens only, and only they may run on the native
-    kernels.
+    Only such heads can attend to the latest tokens only, and only they may run on the native kernels.
     """
     other_kinds = isinstance(module, BlockHead | ParallelHead | KVSharingHead)
     return not other_kinds and module.description.modules == 1
@@ -53,12 +52,10 @@ def make_head_target(
         tables: the weights that it shares with its target.
         slots: the most sequences.
         context: the most tokens of a sequence.
-        window: the latest tokens that each token attends to, for heads that support it; None: all
-            tokens.
+        window: the latest tokens that each token attends to, for heads that support it; None: all tokens.
         kernels: those that the target was asked to use. auto chooses the Triton kernels on a GPU. With
             torch, the head runs on the native kernels only if the target does.
-        bits: bits per weight of linear layers and LM head, on the native kernels. 16: those of the
-            target's dtype.
+        bits: bits per weight of linear layers and LM head, on the native kernels. 16: those of the target's dtype.
 
     Raises:
         UnsupportedModel: `bits` is below 16, and the head cannot run on the native kernels.

@@ -32,11 +32,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({**MIXTURES, **DENS
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
-    """Return the architecture of a file.
-
-    Raises:
-        UnsupportedModel: it is not supported.
-    """
+    """Return the architecture of a file. Raises UnsupportedModel if it is not supported."""
     if file.architecture in DRAFTS:
         raise UnsupportedModel(f"{file.path} is a draft head, which does not run alone; use it as draft:{file.path}")
     found = ARCHITECTURES.get(file.architecture)

@@ -15,20 +15,13 @@ from outrider.models.torch.checkpoint import Checkpoint, LazyModel, WeightFormat
 
 
 def gguf_checkpoint(
-    file: GGUFFile,
-    config: Any,
-    lazy_model: LazyModel,
-    weights: GGUFWeights,
-    choice: DtypeChoice,
-    device: torch.device,
+    file: GGUFFile, config: Any, lazy_model: LazyModel, weights: GGUFWeights, choice: DtypeChoice, device: torch.device
 ) -> Checkpoint:
     """Return the record of a model without recurrent layers. It takes its weights from `lazy_model`.
 
     Args:
-        file: the file.
         config: the configuration of the model, with the names of transformers.
         lazy_model: the model of transformers.
-        weights: the weights of the file.
         choice: the type of activations and of weights in no blocks.
         device: where the model runs.
 

@@ -397,9 +397,7 @@ DENSE: Mapping[str, Architecture] = MappingProxyType(
             model_type="olmo2", layer=renamed(_POST_NORMS, pre_feedforward_layernorm=None), settings=_olmo2
         ),
         "exaone4": Architecture(
-            model_type="exaone4",
-            layer=renamed(_POST_NORMS, pre_feedforward_layernorm=None),
-            settings=windows(4),
+            model_type="exaone4", layer=renamed(_POST_NORMS, pre_feedforward_layernorm=None), settings=windows(4)
         ),
         "starcoder2": Architecture(
             model_type="starcoder2",
@@ -481,18 +479,13 @@ DENSE: Mapping[str, Architecture] = MappingProxyType(
             settings=lambda file, common: {"use_qk_norm": has(file, "attn_q_norm.weight")},
         ),
         "cohere2": Architecture(
-            model_type="cohere2",
-            fields=_LAYER_NORM | {"logit_scale": "logit_scale"},
-            settings=windows(4),
+            model_type="cohere2", fields=_LAYER_NORM | {"logit_scale": "logit_scale"}, settings=windows(4)
         ),
         "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense", layer=HUNYUAN),
         "seed_oss": Architecture(
             model_type="seed_oss",
             layer=renamed(LAYER, post_attention_layernorm="post_attention_norm"),
-            settings=lambda file, common: {
-                **biases(file, common),
-                "attention_out_bias": has(file, "attn_output.bias"),
-            },
+            settings=lambda file, common: {**biases(file, common), "attention_out_bias": has(file, "attn_output.bias")},
         ),
         "arcee": Architecture(model_type="arcee", layer={**_PLAIN_MLP, **PERMUTED}),
         "apertus": Architecture(

@@ -102,7 +102,6 @@ class Strings(Sequence[str]):
         """Refer to strings in `data`. Each is preceded by its length of 8 bytes.
 
         Args:
-            data: the file.
             ends: the end of each string.
             first: where the array begins.
         """
@@ -167,11 +166,7 @@ class GGUFFile:
         return self.floats(ROTARY_FACTORS) if ROTARY_FACTORS in self.tensors else None
 
     def floats(self, name: str) -> list[float]:
-        """Return the values of a tensor of type F32.
-
-        Raises:
-            OutriderError: there is none.
-        """
+        """Return the values of a tensor of type F32. Raises OutriderError if there is none."""
         if name not in self.tensors:
             raise OutriderError(f"{self.path} has no tensor {name}; {_FIX}, or convert the model again")
         return list(map(float, self.tensors[name].data.view(np.float32)))

@@ -222,11 +222,7 @@ def _layer_types(file: GGUFFile) -> list[str]:
 
 
 def _scaling(file: GGUFFile, config: Settings, factors: list[float]) -> Settings:
-    """Return the settings of the rotary scaling of Llama 3 that has these factors.
-
-    Raises:
-        UnsupportedModel: none has.
-    """
+    """Return the settings of the rotary scaling of Llama 3 that has these factors."""
     given = torch.tensor(factors)
     size = 2 * len(factors)
     lengths = 2 * math.pi * config["rope_theta"] ** (torch.arange(0, size, 2).double() / size)

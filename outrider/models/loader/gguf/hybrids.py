@@ -163,11 +163,7 @@ _LINEAR_FIELDS = {
     "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank",
 }
-_NEXT_EXPERTS = {
-    **NUM_EXPERTS,
-    **EXPERT_SIZE,
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-}
+_NEXT_EXPERTS = {**NUM_EXPERTS, **EXPERT_SIZE, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 
 
 def _next(file: GGUFFile, common: Settings) -> Settings:
@@ -327,11 +323,7 @@ _NEMOTRON_H = Architecture(
         "mixer.shared_experts.down_proj": module("ffn_down_shexp"),
         "norm": module("attn_norm"),
     },
-    top={
-        "model.embeddings": module("token_embd"),
-        "model.norm_f": module("output_norm"),
-        "lm_head": module("output"),
-    },
+    top={"model.embeddings": module("token_embd"), "model.norm_f": module("output_norm"), "lm_head": module("output")},
     settings=_nemotron_h,
 )
 _NEXT_35 = {**_NEXT, **_TILED_ATTENTION}
@@ -362,21 +354,10 @@ HYBRIDS: Mapping[str, Architecture] = MappingProxyType(
             partial_rotary=True,
             settings=_next,
         ),
-        "lfm2": Architecture(
-            model_type="lfm2",
-            fields=_LFM2_FIELDS,
-            layer=_LFM2_LAYER,
-            top=_LFM2_TOP,
-            settings=_lfm2,
-        ),
+        "lfm2": Architecture(model_type="lfm2", fields=_LFM2_FIELDS, layer=_LFM2_LAYER, top=_LFM2_TOP, settings=_lfm2),
         "lfm2moe": Architecture(
             model_type="lfm2_moe",
-            fields={
-                **_LFM2_FIELDS,
-                "num_dense_layers": "leading_dense_block_count",
-                **NUM_EXPERTS,
-                **EXPERT_SIZE,
-            },
+            fields={**_LFM2_FIELDS, "num_dense_layers": "leading_dense_block_count", **NUM_EXPERTS, **EXPERT_SIZE},
             layer=_LFM2_LAYER,
             top=_LFM2_TOP,
             settings=_lfm2,

@@ -232,10 +232,7 @@ MIXTURES: Mapping[str, Architecture] = MappingProxyType(
             layer={**ATTENTION, **_ROUTED},
         ),
         "olmoe": Architecture(
-            model_type="olmoe",
-            fields=NUM_EXPERTS,
-            constants={"norm_topk_prob": False},
-            layer={**ATTENTION, **_ROUTED},
+            model_type="olmoe", fields=NUM_EXPERTS, constants={"norm_topk_prob": False}, layer={**ATTENTION, **_ROUTED}
         ),
         "granitemoe": Architecture(
             model_type="granitemoe",

@@ -45,9 +45,7 @@ def load_model(
     """Make the model. Quantized matrices stay in their blocks.
 
     Args:
-        file: the file.
         config: its configuration.
-        weights: its weights.
         dtype: the type of all weights that are not in quantized blocks.
         attention: the arguments that choose the attention of the model.
         widen: as in `fill_model`.

@@ -108,7 +108,6 @@ class Architecture:
         """Yield the name of each weight in transformers that the file has, and its source with full names.
 
         Args:
-            file: the file.
             layers: the number of its first blocks that are listed.
         """
         for name, choice in self.top.items():

@@ -38,7 +38,6 @@ class GGUFWeights(Weights):
         """List the weights.
 
         Args:
-            file: the file.
             config: the configuration of its model.
             dtype: the type of all weights that are not in quantized blocks.
             architecture: how the file describes them; None: as a model.
@@ -90,11 +89,7 @@ class GGUFWeights(Weights):
         return converted(value, self._dtype)
 
     def check_used(self, names: Collection[str]) -> None:
-        """Check that a model with the weights `names` uses all tensors.
-
-        Raises:
-            UnsupportedModel: it does not.
-        """
+        """Check that a model with the weights `names` uses all tensors. Raises UnsupportedModel if it does not."""
         spare = tuple(f".{name}.weight" for name in self._architecture.spare)
         used = {tensor for name in names if name in self._sources for tensor in self._sources[name].tensors}
         for name, source in self._sources.items():
@@ -107,11 +102,7 @@ class GGUFWeights(Weights):
         )
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape of a weight.
-
-        Raises:
-            OutriderError: the file does not have it.
-        """
+        """Return the shape of a weight. Raises OutriderError if the file does not have it."""
         if name not in self._sources:
             raise OutriderError(f"{self._file.path} has no tensor {self._architecture.tensor_of(name)}; {_FIX}")
         source = self._sources[name]

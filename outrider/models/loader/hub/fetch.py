@@ -30,12 +30,10 @@ def hub_folder(name: HubName, *, weights: bool = True) -> Path:
     Ranks may call it at once: the cache has a lock for each file.
 
     Args:
-        name: the name.
         weights: whether the weights are needed. A GGUF file is always whole.
 
     Raises:
-        OutriderError: there is no such model, it cannot be downloaded, or it holds nothing that can
-            be loaded.
+        OutriderError: there is no such model, it cannot be downloaded, or it holds nothing that can be loaded.
     """
     try:
         with _quiet_hub():
@@ -92,9 +90,8 @@ def _download(name: HubName, commit: str, files: Mapping[str, int | None]) -> No
     free = shutil.disk_usage(_existing(Path(constants.HF_HUB_CACHE))).free
     if size > free:
         raise OutriderError(
-            f"{name} takes {decimal(size)}, and {decimal(free)} are free in"
-            f" {constants.HF_HUB_CACHE}; free some space, or set HF_HOME to a folder on another"
-            " disk"
+            f"{name} takes {decimal(size)}, and {decimal(free)} are free in {constants.HF_HUB_CACHE}; free some space,"
+            " or set HF_HOME to a folder on another disk"
         )
     with shown_download(str(name), files=len(files), size=size) as bar:
         for file in files:

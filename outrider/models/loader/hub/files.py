@@ -1,7 +1,6 @@
 """Which files of a repository make a model.
 
-First the small files are fetched, then the weights. So weights in the cache mean that the rest is
-there as well.
+First the small files are fetched, then the weights. So weights in the cache mean that the rest is there as well.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from outrider.models.loader.paths import is_gguf
 
 CONFIG = "config.json"
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-# Patterns of what is read besides the weights: configuration, tokenizer, chat template, features of
-# speech.
+# Patterns of what is read besides the weights: configuration, tokenizer, chat template, features of speech.
 SMALL_FILES = (
     CONFIG,
     "generation_config.json",

@@ -29,8 +29,7 @@ class HubName:
 def hub_name(name: str | Path | None) -> HubName | None:
     """Return what a text names on the Hub; None if it is a path.
 
-    A path is what exists here, what begins with `/`, `.` or `~`, what ends in `.gguf`, and what is
-    not `org/name`.
+    A path is what exists here, what begins with `/`, `.` or `~`, what ends in `.gguf`, and what is not `org/name`.
     """
     text = str(name)
     match = None if is_gguf(text) else _NAME.fullmatch(text)

@@ -39,10 +39,7 @@ def shown_download(name: str, *, files: int, size: int) -> Iterator[type[SilentB
         return
     count = "1 file" if files == 1 else f"{files} files"
     title = f"downloading {name}"
-    with (
-        nullcontext() if is_shown() else shown_on_stderr(),
-        stage(title, size or None, counts_bytes=True) as download,
-    ):
+    with nullcontext() if is_shown() else shown_on_stderr(), stage(title, size or None, counts_bytes=True) as download:
         download.say(f"{title}: {count}, {decimal(size)}")
         began = perf_counter()
         try:

@@ -1,7 +1,6 @@
 """AWQ (Lin et al. 2023) in the layout `gemm`, as AutoAWQ writes it.
 
-`qweight` [inputs, outputs / 8] and `qzeros` [groups, outputs / 8] pack eight outputs in the order 0
-2 4 6 1 3 5 7.
+`qweight` [inputs, outputs / 8] and `qzeros` [groups, outputs / 8] pack eight outputs in the order 0 2 4 6 1 3 5 7.
 """
 
 from __future__ import annotations

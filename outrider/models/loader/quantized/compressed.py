@@ -1,8 +1,7 @@
 """compressed-tensors, as LLM Compressor writes it: the formats pack-quantized, int-quantized and float-quantized.
 
-The tensors of a weight say how it is stored. `weight_packed` has integers of 4 or 8 bits plus half
-their range, from the lowest bits on. `weight` is int8 or float8. A scale belongs to a group of
-inputs, an output, a block or the matrix.
+The tensors of a weight say how it is stored. `weight_packed` has integers of 4 or 8 bits plus half their range, from
+the lowest bits on. `weight` is int8 or float8. A scale belongs to a group of inputs, an output, a block or the matrix.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ def compressed_tensors(settings: Settings) -> Format:
     """Return the format of compressed-tensors checkpoints.
 
     Raises:
-        UnsupportedModel: the weights have other bits than 4 or 8, or another format; or they are
-            sparse.
+        UnsupportedModel: the weights have other bits than 4 or 8, or another format; or they are sparse.
     """
     schemes = list((settings.get("config_groups") or {}).values())
     formats = {settings.get("format"), *(scheme.get("format") for scheme in schemes)} - {None}

@@ -11,11 +11,7 @@ _SCALES = (".weight_scale_inv", ".weight_scale")
 
 
 def fp8(settings: Settings) -> Format:
-    """Return the format of FP8 checkpoints.
-
-    Raises:
-        UnsupportedModel: the experts are stored in another type.
-    """
+    """Return the format of FP8 checkpoints. Raises UnsupportedModel if the experts are stored in another type."""
     if (experts := settings.get("expert_dtype", "fp8")) != "fp8":
         raise refuse(f"FP8 with experts in {experts}")
     rows, columns = settings.get("weight_block_size") or (0, 0)

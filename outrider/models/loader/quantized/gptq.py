@@ -45,10 +45,7 @@ def gptq(settings: Settings) -> Format:
         shape = layout(parts)
         zero = unpack(parts[".qzeros"], shape.bits).T.to(torch.int16) + _VERSIONS[version]
         return Groups(
-            layout=shape,
-            words=parts[".qweight"].T,
-            scale=parts[".scales"].T,
-            zero=_unless_middle(zero, shape.middle),
+            layout=shape, words=parts[".qweight"].T, scale=parts[".scales"].T, zero=_unless_middle(zero, shape.middle)
         )
 
     return Format(

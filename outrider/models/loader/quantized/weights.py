@@ -70,11 +70,7 @@ def integer_bits(config: Any) -> int:
 
 
 def find_format(settings: Settings) -> Format:
-    """Return the format of a quantization.
-
-    Raises:
-        UnsupportedModel: it is not read, or one of its options is not.
-    """
+    """Return the format of a quantization. Raises UnsupportedModel if it is not read, or one of its options is not."""
     method = str(settings.get("quant_method"))
     if method == "None" and ("load_in_4bit" in settings or "load_in_8bit" in settings):
         method = "bitsandbytes"
@@ -122,9 +118,8 @@ class QuantizedWeights(Weights):
                 self._kinds[name] = "fp8"
         if not prefixes:
             raise OutriderError(
-                f"config.json in {folder} says that the weights are quantized ({form.name}), and"
-                " none of them is; remove quantization_config from it, or copy both from one"
-                " checkpoint"
+                f"config.json in {folder} says that the weights are quantized ({form.name}), and none of them is;"
+                " remove quantization_config from it, or copy both from one checkpoint"
             )
 
     @property
@@ -168,11 +163,7 @@ class QuantizedWeights(Weights):
             self._kinds.pop(name, None)
 
     def _of(self, name: str, read: Callable[[Parts], Value]) -> Value:
-        """Read something of a quantized weight.
-
-        Raises:
-            OutriderError: its tensors do not fit together.
-        """
+        """Read something of a quantized weight."""
         try:
             return read(self._quantized[name])
         except _DAMAGE as error:
@@ -181,11 +172,7 @@ class QuantizedWeights(Weights):
             ) from error
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape of a weight, without making it.
-
-        Raises:
-            OutriderError: the checkpoint does not have it.
-        """
+        """Return the shape of a weight, without making it. Raises OutriderError if the checkpoint does not have it."""
         return self._of(name, self.format.shape) if name in self._quantized else self._files.shape(name)
 
     def _stored_bytes(self, name: str) -> int:

@@ -16,8 +16,7 @@ _GROWTH = 64  # positions; the capacity is a multiple of it
 class Sources:
     """Keys and values [slots, heads, capacity, dim] of each decoder layer, and the sources that they belong to.
 
-    A source is any object: token ids, or `AudioFeatures`. The capacity grows to the longest source
-    so far.
+    A source is any object: token ids, or `AudioFeatures`. The capacity grows to the longest source so far.
     """
 
     def __init__(self, slots: int, device: torch.device, layers: int) -> None:

@@ -22,7 +22,6 @@ def advance(
 
     Args:
         staged: the state and the entries.
-        inputs: the new inputs.
         rows: the order of the entries of each sequence.
         weight: [C, 1, K].
         bias: [C].

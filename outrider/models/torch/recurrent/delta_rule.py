@@ -114,7 +114,6 @@ def _products(
         weight = total.permute(0, 2, 1, 3) - key_total.permute(0, 2, 3, 1)  # [B, H, L, E]
         weight = weight.masked_fill(~visible, -torch.inf).exp()
         return (left.transpose(1, 2) @ keys.permute(0, 2, 3, 1)) * weight
-    # exp(total - key_total) can overflow for entries that are not on the path, so each pair has its
-    # own exponent.
+    # exp(total - key_total) can overflow for entries that are not on the path, so each pair has its own exponent.
     weight = (total[:, :, None] - key_total[:, None]).masked_fill(~visible[:, 0, ..., None, None], -torch.inf).exp()
     return torch.einsum("blhk,behk,blehk->bhle", left, keys, weight)

@@ -50,9 +50,8 @@ class Staged:
 class RecurrentLayer(ABC):
     """Replaces `forward` of a layer of transformers while Outrider runs a pass.
 
-    The layer's own weights are used. Everything that a layer computes for each token alone is
-    computed for all tokens of the pass at once. Only the recurrence goes through the tokens in
-    order, for all sequences at once.
+    The layer's own weights are used. Everything that a layer computes for each token alone is computed for all tokens
+    of the pass at once. Only the recurrence goes through the tokens in order, for all sequences at once.
     """
 
     def __init__(self, module: Any, layer: int, states: StateReader) -> None:

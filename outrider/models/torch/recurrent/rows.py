@@ -218,7 +218,7 @@ def _extend_part(
         rows = _chains((last + 1 + length,) * len(sizes), length, device)
     else:
         first = [span.first for span in spans]
-        rows = _add_nodes(part.rows, _parent_entries(nodes, feed_end, first, part.select(draft.parent), length))
+        rows = add_nodes(part.rows, _parent_entries(nodes, feed_end, first, part.select(draft.parent), length))
     columns, unpadded = _columns([span.begin for span in spans], sizes, len(layout.positions), device)
     return Part(sequences=part.sequences, rows=rows, columns=columns, unpadded=unpadded)
 
@@ -228,13 +228,18 @@ def chain_rows(batch_size: int, size: int, device: torch.device) -> Rows:
     return _chains((size,) * batch_size, size, device)
 
 
+def chunk_ends(start: int, feed: int) -> list[int]:
+    """Return where the chunks of a feed of some tokens end. At least its last token remains to be staged."""
+    last = start + feed - 1  # tokens up to the last one of the feed
+    ends = list(range(start - start % CHUNK + CHUNK, last + 1, CHUNK))
+    if feed > _MAX_FEED and last > (ends[-1] if ends else start):
+        ends.append(last)
+    return ends
+
+
 def _chunks(row: int, span: SequenceSpan) -> list[Chunk]:
-    """Return the chunks of a feed. At least its last token remains to be staged."""
-    feed = span.end - span.begin - span.nodes
-    last = span.start + feed - 1  # tokens up to the last one of the feed
-    stops = list(range(span.start - span.start % CHUNK + CHUNK, last + 1, CHUNK))
-    if feed > _MAX_FEED and last > (stops[-1] if stops else span.start):
-        stops.append(last)
+    """Return the chunks of a feed."""
+    stops = chunk_ends(span.start, span.end - span.begin - span.nodes)
     begins = [span.start, *stops]
     offset = span.begin - span.start
     return [Chunk(row, begin + offset, stop + offset, stop) for begin, stop in zip(begins, stops, strict=False)]
@@ -314,7 +319,7 @@ def _parent_entries(
     return before.gather(1, index.clamp(max=size - 1))
 
 
-def _add_nodes(rows: Rows, parents: torch.Tensor) -> Rows:
+def add_nodes(rows: Rows, parents: torch.Tensor) -> Rows:
     """Add new entries, whose parents are [B, L]."""
     batch_size, length = parents.shape
     staged = rows.num_entries
@@ -323,7 +328,7 @@ def _add_nodes(rows: Rows, parents: torch.Tensor) -> Rows:
     each = torch.arange(batch_size, device=parents.device)
     for new in range(staged, staged + length):
         ancestors[:, new] = ancestors[each, parents[:, new - staged]]
-        ancestors[:, new, new] = True
+        ancestors[:, new, new].fill_(True)
     return Rows(
         ancestors=ancestors,
         parent=torch.cat([rows.parent, parents], 1),

@@ -17,8 +17,7 @@ def scan(
 ) -> torch.Tensor:
     """Return the states [B, L, ...] after the new entries.
 
-    `step(index, before, out)` writes the state [B, ...] after new entry `index` to `out`, from the
-    state before it.
+    `step(index, before, out)` writes the state [B, ...] after new entry `index` to `out`, from the state before it.
     """
     # The state of one entry is contiguous, so that products of matrices need no copy of it.
     num_earlier = rows.num_entries - rows.num_new

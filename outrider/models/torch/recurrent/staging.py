@@ -1,9 +1,8 @@
 """Choose what a recurrent layer stages for a few tokens: the state after each token, or the inputs of the tokens.
 
-With states, a pass writes a state for each token, and a commit copies one of them. With inputs, a
-pass reads the state once and compares the tokens with each other as in attention, and a commit
-computes the state from the staged inputs. States take fewer calls, and inputs move fewer bytes
-(`benchmarks/recurrent/ways.py` measures both).
+With states, a pass writes a state for each token, and a commit copies one of them. With inputs, a pass reads the state
+once and compares the tokens with each other as in attention, and a commit computes the state from the staged inputs.
+States take fewer calls, and inputs move fewer bytes (`benchmarks/recurrent/ways.py` measures both).
 """
 
 from __future__ import annotations
@@ -12,17 +11,15 @@ from typing import NamedTuple
 
 import torch
 
-# Numbers of a state that are read or written in the time of one call. The choice must not depend on
-# a measurement of this process: both ways round differently, and a request with a seed has the same
-# text after a restart.
+# Numbers of a state that are read or written in the time of one call. The choice must not depend on a measurement of
+# this process: both ways round differently, and a request with a seed has the same text after a restart.
 _CALL = 3 << 14
 
 
 class WayCosts(NamedTuple):
     """The work of a layer in a pass and a commit: calls of torch, and reads and writes of the whole state.
 
-    The moves are counted in the code. The calls are fitted to `benchmarks/recurrent/ways.py`, since
-    their times differ.
+    The moves are counted in the code. The calls are fitted to `benchmarks/recurrent/ways.py`, since their times differ.
     """
 
     token_calls: int  # by states, for each token

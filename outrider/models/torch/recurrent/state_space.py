@@ -15,8 +15,7 @@ from outrider.models.torch.recurrent.staging import WayCosts, keeps_states
 
 STATE = "state"  # [B, H, P, N] float32
 STATES = "states"  # [B, E, H, P, N], by states
-# By inputs: [B, E, H, P], [B, E, H, N] and [B, E, H], the decay of each entry and its sum along the
-# path.
+# By inputs: [B, E, H, P], [B, E, H, N] and [B, E, H], the decay of each entry and its sum along the path.
 _X, _B, _OWN, _DECAY = "x", "B", "own decay", "decay"
 _COSTS = WayCosts(token_calls=4, token_moves=5, input_calls=19, input_moves=7)
 

@@ -7,15 +7,21 @@ state after any of its tokens, and a commit computes the state after the last ac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
 
 from outrider.core import tree
 from outrider.core.cache import Layout
 from outrider.core.types import Draft
 from outrider.models.cache.memory import check_slots
 from outrider.models.torch.recurrent.layer import RecurrentLayer, Staged, Tensors
-from outrider.models.torch.recurrent.rows import CHUNK, PassRows, arrange, extend
+from outrider.models.torch.recurrent.rows import CHUNK, PassRows, Rows, arrange, extend
+
+if TYPE_CHECKING:
+    from outrider.models.torch.recurrent.fixed import FixedPass
 
 _MAX_SNAPSHOTS = 4  # of each slot, for prompts with the same prefix
 
@@ -33,13 +39,18 @@ class RecurrentStates:
         self._fresh: dict[int, Tensors] = {}  # by layer: the state [1, ...] of a sequence without tokens
         self._pass: PassRows | None = None  # the last pass of this round
         self._staged: dict[int, tuple[Staged, ...]] = {}  # by layer, for each part of the pass
+        self._recorded: FixedPass | None = None  # in place of both: the last pass was recorded
         self._new_snapshots: dict[int, Snapshots] = {}  # by slot: those of this round
         self._snapshots: list[Snapshots] = [{} for _ in range(slots)]
         self.keeps_snapshots = False
 
     def stage_pass(self, layout: Layout, draft: Draft, *, extends: bool) -> None:
         """Prepare a pass. It extends the last one, or replaces it."""
+        recorded = self._recorded
+        self._recorded = None
         if extends:
+            if recorded is not None:
+                self._pass, self._staged = recorded.as_eager(self._base)
             assert self._pass is not None
             self._pass = extend(self._pass, layout, draft)
             return
@@ -47,17 +58,53 @@ class RecurrentStates:
         self._new_snapshots.clear()
         self._pass = arrange(layout, draft)
 
+    def adopt(self, recorded: FixedPass) -> None:
+        """Take a recorded pass that has run as the pass of this round."""
+        self._recorded = recorded
+        self._staged.clear()
+        self._new_snapshots.clear()
+        self._pass = None
+
+    def ready(self) -> bool:
+        """Return whether the states of all layers are allocated."""
+        return len(self._states) == len(self.layers)
+
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Let the layers run over the prepared pass, unlike those of transformers."""
-        self.rows = self._pass
+    def running(
+        self, rows: PassRows | None = None, staged: dict[int, tuple[Staged, ...]] | None = None
+    ) -> Iterator[None]:
+        """Let the layers run over the prepared pass, unlike those of transformers.
+
+        With `rows` they run over these, and extend what they have `staged`.
+        """
+        kept = self._staged
+        self._staged = kept if staged is None else staged
+        self.rows = rows or self._pass
         try:
             yield
         finally:
+            self._staged = kept
             self.rows = None
+
+    def advance(self, rows: Rows, entries: Mapping[int, Tensors], last: torch.Tensor) -> None:
+        """Advance the state of each slot r to entry `last[r]` of row r. Rows where it is -1 keep their state.
+
+        `entries` are what the layers have staged for all rows.
+        """
+        for layer in self.layers:
+            base = self._base(layer.layer, range(len(last)))
+            after = layer.state_after(Staged(base=base, entries=entries[layer.layer]), rows, last.clamp(min=0))
+            for name, value in after.items():
+                advances = (last >= 0).view(-1, *[1] * (value.dim() - 1))
+                base[name].copy_(torch.where(advances, value, base[name]))
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Advance the states to the last token of the accepted path of each sequence."""
+        if self._recorded is not None:
+            assert tuple(slots) == self._recorded.rows.slots, "another batch is staged"
+            self._recorded.finish(paths)
+            self._recorded = None
+            return
         staged_pass = self._pass
         assert staged_pass is not None
         assert tuple(slots) == staged_pass.slots, "another batch is staged"
@@ -128,11 +175,13 @@ class RecurrentStates:
             self._states[layer] = {
                 name: value.repeat(self._slots, *[1] * (value.dim() - 1)) for name, value in fresh.items()
             }
-        index = _index(self.rows.slots)
-        base = {name: value[index] for name, value in self._states[layer].items()}
-        if self.rows.chunks and isinstance(index, slice):
-            return {name: value.clone() for name, value in base.items()}
-        return base
+        base = self._base(layer, self.rows.slots)
+        return {name: value.clone() for name, value in base.items()} if self.rows.chunks else base
+
+    def _base(self, layer: int, slots: Sequence[int]) -> Tensors:
+        """Return the states of some slots. They may be views."""
+        index = _index(slots)
+        return {name: value[index] for name, value in self._states[layer].items()}
 
     def staged(self, layer: int) -> tuple[Staged, ...] | None:
         return self._staged.get(layer)

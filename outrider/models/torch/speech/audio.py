@@ -32,8 +32,7 @@ def hear(source: object, rules: SpeechRules, *, timestamps: bool) -> Audio:
         timestamps: whether the user asks for timestamps. A longer recording needs them in any case.
 
     Raises:
-        OutriderError: the source does not fit the model, or the model has no timestamps and they
-            are needed.
+        OutriderError: the source does not fit the model, or the model has no timestamps and they are needed.
     """
     if isinstance(source, AudioFeatures):
         features = audio_features(source, rules).values

@@ -95,10 +95,8 @@ class SpeechRules:
         """Return the tokens before a transcript, as `transformers.generate` builds them.
 
         Args:
-            language: a code or an English name, such as "de" or "german". None: the default of the
-                checkpoint.
-            task: transcribe, or translate for English text. None: the default of the checkpoint, or
-                transcribe.
+            language: a code or an English name, such as "de" or "german". None: the default of the checkpoint.
+            task: transcribe, or translate for English text. None: the default of the checkpoint, or transcribe.
             timestamps: whether the transcript has timestamps.
 
         Raises:

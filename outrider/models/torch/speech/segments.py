@@ -37,7 +37,6 @@ def cut_window(
 
     Args:
         tokens: the output, without the end of the text.
-        rules: the rules of timestamps.
         frame: the first frame of the window.
         frames: frames of the window, without padding.
         frames_per_second: frames per second of audio.

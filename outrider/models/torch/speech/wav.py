@@ -24,11 +24,7 @@ class Recording:
 
 
 def read_wav_file(path: str | Path) -> Recording:
-    """Read a WAV file, as `read_wav` does.
-
-    Raises:
-        OutriderError: it cannot be read.
-    """
+    """Read a WAV file, as `read_wav` does. Raises OutriderError if it cannot be read."""
     file = Path(path).expanduser()
     try:
         data = file.read_bytes()
