@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo quick test test-all test-gpu test-clients test-arm check bench docs readme release clean
+.PHONY: help demo quick test test-all test-gpu test-clients test-page test-arm check bench docs readme release clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,11 @@ test-clients: .venv/ready ## Try the client packages of other projects, in an en
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/pip install --quiet --disable-pip-version-check --requirement tests/clients/requirements.txt
 	tests/clients/run.sh $(BIN)/python .venv-clients/bin/python
+
+test-page: .venv/ready ## Test the server's pages in Chromium: that of the machine, or one that Playwright downloads.
+	$(BIN)/pip install --quiet --disable-pip-version-check playwright
+	command -v chromium google-chrome >/dev/null || $(BIN)/playwright install chromium
+	$(BIN)/python -m pytest tests/serve/test_page.py tests/serve/test_serve.py tests/serve/test_videos.py -k "page or browser"
 
 test-arm: .venv/ready ## Test the kernels for ARM processors in an emulator (Debian: g++-aarch64-linux-gnu qemu-user-static).
 	tests/arm/run.sh $(BIN)/python

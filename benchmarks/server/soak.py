@@ -1,14 +1,16 @@
 """Run many streams against a server for minutes or hours, and check for errors, leaks and changed outputs.
 
-python benchmarks/server/soak.py -- --max-num-seqs 64 --dtype float32
-python benchmarks/server/soak.py --minutes 60 -- --target DIR --proposer draft:DIR2 --max-num-seqs 64 --dtype float32
+python benchmarks/server/soak.py -- --proposer draft:@nano --max-num-seqs 64 --dtype float32
+python benchmarks/server/soak.py --minutes 60 --target DIR -- --proposer draft:DIR2 --max-num-seqs 64 --dtype float32
 
-The options after -- are those of `outrider serve`. The script generates a pool of requests with mixed lengths,
-temperatures, penalties and seeds. First each request is sent alone. Then many streams send them in random order, and
-some are canceled midway. Each text must equal that of the request alone, or be a prefix of it. The memory of the
-server must not grow after a warm-up. At the end no request may run, and no block of the KV cache may be in use. On the
-native kernels the texts are equal in any precision. On torch, even in float32, rounding changes one now and then. The
-last line is one JSON document. The exit status is 1 if a check has failed.
+The options after -- are those of `outrider serve`. The script makes a pool of requests: plain ones, stop strings,
+reasoning, tools that may be called and that must be, in chats, responses, messages and completions, with random
+lengths, temperatures and seeds. First each request is sent alone. Then many streams send them in random order, and
+some clients leave midway. Each stream must have exactly one end, and as many tokens as its usage. Its events must add
+up to those of the request alone: text, reasoning, calls, blocks, usage and finish reason. The memory of
+the server must not grow after a warm-up. At the end no request may run, and no block of the KV cache may be in use. On
+the native kernels the texts are equal in any precision. On torch, even in float32, rounding changes one now and then.
+The last line is one JSON document. The exit status is 1 if a check has failed.
 """
 
 from __future__ import annotations
@@ -17,26 +19,31 @@ import asyncio
 import json
 import random
 import sys
+import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from aiohttp import ClientError
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
+from answers import Answer, Malformed, read_stream
 from launch import Server, served
+from soak_requests import PlannedRequest, plan, reasoning_model, stopped
 
 from outrider.core.prompts import read_prompts
-from outrider.lab.loadgen.client import connect
+from outrider.lab.client.connection import Connection, open_connection
 from outrider.lab.loadgen.figures import percentiles
-from outrider.lab.loadgen.response import RequestResult
-from outrider.lab.loadgen.settings import Settings
-from outrider.lab.loadgen.workload import PlannedRequest, plan_requests
+from outrider.models.loader.embedded import model_folder
 from outrider.runtime.machine import commit, hardware, versions
 
+_TIMEOUT = 600.0  # seconds of a request
 _MEMORY_INTERVAL = 2.0  # seconds between two measurements of the server's memory
 _IDLE_GAUGES = (  # must be the same before and after the test
     "outrider_num_requests_running",
@@ -47,6 +54,13 @@ _IDLE_GAUGES = (  # must be the same before and after the test
 _WARMUP_SHARE = 0.3  # of the duration, during which memory may grow
 
 
+class Expected(NamedTuple):
+    """A request of the pool, and its answer when it was sent alone."""
+
+    request: PlannedRequest
+    answer: Answer
+
+
 @dataclass(slots=True)
 class SoakResult:
     """The results so far."""
@@ -54,25 +68,23 @@ class SoakResult:
     answers: int = 0
     canceled: int = 0
     tokens: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)  # answers by API and kind of the request, and by their end
     errors: list[str] = field(default_factory=list)
-    different: list[int] = field(default_factory=list)  # numbers of the requests with another text than alone
-    gaps: list[float] = field(default_factory=list)
+    different: list[int] = field(default_factory=list)  # numbers of the requests with another answer than alone
+    gaps: list[float] = field(default_factory=list)  # seconds between two parts of a stream
     memory: list[tuple[float, int]] = field(default_factory=list)  # seconds, kilobytes
 
-    def add(self, result: RequestResult, text_alone: str) -> None:
-        """Count the result of a request. `text_alone` is its text when it was sent alone."""
-        self.answers += result.completed
-        self.canceled += result.canceled
-        self.tokens += result.tokens
-        if result.error:
-            self.errors.append(result.error)
-        if result.completed:
-            self.gaps += result.inter_token_latencies
-            is_same = result.text == text_alone
-        else:
-            is_same = text_alone.startswith(result.text)
-        if not is_same:
-            self.different.append(result.number)
+    def add(self, answer: Answer, number: int, expected: Expected, *, cut: bool) -> None:
+        """Count an answer."""
+        self.answers += not cut
+        self.canceled += cut
+        if not (answer.begins(expected.answer) if cut else answer == expected.answer):
+            self.different.append(number)
+        if not cut:
+            self.tokens += answer.find("completion_tokens", "output_tokens")
+            request = expected.request
+            end = answer.find("finish_reason") or answer.find("stop_reason", "status")
+            self.kinds.update([request.path, request.kind, end])
 
     def growth(self, seconds: float) -> float:
         """Return the relative growth of memory: the maximum of the last third over that near the end of the warm-up."""
@@ -94,6 +106,7 @@ class SoakRun(NamedTuple):
 def main(
     options: Annotated[list[str] | None, typer.Argument(help="Options of `outrider serve`, after --.")] = None,
     *,
+    target: Annotated[str, typer.Option(help="A folder, or the name of an embedded model.")] = "@mini",
     minutes: Annotated[float, typer.Option(min=0.05)] = 10.0,
     streams: Annotated[int, typer.Option(min=1)] = 64,
     pool: Annotated[int, typer.Option(min=1, help="Number of different requests.")] = 192,
@@ -105,21 +118,15 @@ def main(
 ) -> None:
     """Run the test and print its results."""
     seconds = 60 * minutes
-    with served(list(options or ())) as server:
-        load = Settings(
-            base_url=server.url,
-            prompts=prompts,
-            num_requests=pool,
-            mixed=True,
-            max_tokens=max_tokens,
-            cancel=cancel,
-            seed=seed,
-        )
-        run = asyncio.run(_soak(load, server, seconds=seconds, streams=streams))
+    requests = plan(read_prompts(prompts), count=pool, max_tokens=max_tokens, seed=seed)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = reasoning_model(model_folder(target), Path(temporary) / "model")
+        with served(["--target", str(folder), *(options or ())]) as server:
+            run = asyncio.run(_soak(requests, server, seconds=seconds, streams=streams, cancel=cancel, seed=seed))
     result = run.result
     failures = {
         "requests failed": len(result.errors),
-        "texts differ from those alone": len(result.different),
+        "answers differ from those alone": len(result.different),
         "memory grew too much": int(result.growth(seconds) > growth),
     }
     for name, before in run.before.items():
@@ -129,7 +136,14 @@ def main(
     document = {
         "benchmark": "serving soak",
         "server": list(options or ()),
-        "arguments": {"minutes": minutes, "streams": streams, "pool": pool, "cancel": cancel, "max_tokens": max_tokens},
+        "arguments": {
+            "target": target,
+            "minutes": minutes,
+            "streams": streams,
+            "pool": pool,
+            "cancel": cancel,
+            "max_tokens": max_tokens,
+        },
         "seed": seed,
         "hardware": hardware("cpu"),
         "versions": versions(),
@@ -137,10 +151,11 @@ def main(
         "answers": result.answers,
         "canceled": result.canceled,
         "tokens": result.tokens,
+        "kinds": result.kinds,
         "alone": run.num_alone,
         "errors": result.errors[:20],
         "different": sorted(set(result.different)),
-        "between_tokens_ms": percentiles(result.gaps),
+        "between_parts_ms": percentiles(result.gaps),
         "memory_growth": round(result.growth(seconds), 4),
         "memory_kb": [size for _, size in result.memory],
         "idle_metrics": run.after,
@@ -151,28 +166,67 @@ def main(
         raise typer.Exit(1)
 
 
-async def _soak(load: Settings, server: Server, *, seconds: float, streams: int) -> SoakRun:
-    async with connect(load) as (client, model):
-        requests = plan_requests(load, read_prompts(load.prompts), model)
-        uncanceled = [PlannedRequest(path=request.path, body=request.body) for request in requests]
-        results_alone = [await client.send(request, i) for i, request in enumerate(uncanceled)]
-        if errors := [result.error for result in results_alone if result.error]:
-            raise RuntimeError(f"{len(errors)} requests failed alone, the first: {errors[0]}")
-        texts = [result.text for result in results_alone]
+async def _soak(
+    requests: list[PlannedRequest], server: Server, *, seconds: float, streams: int, cancel: float, seed: int
+) -> SoakRun:
+    async with open_connection({}, _TIMEOUT) as http:
+        pool = [await _alone(http, server, request) for request in requests]
         before = _idle_gauges(server)
         soak = SoakResult()
-        generator = random.Random(load.seed)
+        generator = random.Random(seed)
         began = time.monotonic()
 
         async def stream() -> None:
             while time.monotonic() - began < seconds:
-                number = generator.randrange(len(requests))
-                soak.add(await client.send(requests[number], number), texts[number])
+                number = generator.randrange(len(pool))
+                most = generator.randint(1, 8) if generator.random() < cancel else None
+                try:
+                    answer, cut = await _send(http, server, pool[number].request, soak.gaps, most)
+                    soak.add(answer, number, pool[number], cut=cut)
+                except (ClientError, TimeoutError, ValueError) as error:
+                    soak.errors.append(f"request {number}: {type(error).__name__}: {error}")
 
         memory_task = asyncio.create_task(_record_memory(server, soak, began))
         await asyncio.gather(*(stream() for _ in range(streams)))
         memory_task.cancel()
-    return SoakRun(result=soak, before=before, after=_idle_gauges(server), num_alone=len(texts))
+    return SoakRun(result=soak, before=before, after=_idle_gauges(server), num_alone=len(pool))
+
+
+async def _alone(http: Connection, server: Server, request: PlannedRequest) -> Expected:
+    """Send a request alone. One that stops gets a stop string from the middle of its own text."""
+    answer, _ = await _send(http, server, request, [])
+    text = answer.find("content", "text")
+    if not request.stops or not text:
+        return Expected(request, answer)
+    middle = len(text) // 2
+    stop = text[middle : middle + 4]
+    request = stopped(request, stop)
+    answer, _ = await _send(http, server, request, [])
+    if (answer.find("content", "text") or "") != text.partition(stop)[0]:
+        raise Malformed(f"the text does not end before the stop string {stop!r}: {answer}")
+    return Expected(request, answer)
+
+
+async def _send(
+    http: Connection, server: Server, request: PlannedRequest, gaps: list[float], most: int | None = None
+) -> tuple[Answer, bool]:
+    """Send a request, and read its stream or `most` parts of it. Return what they add up to, and whether it was cut."""
+    options: dict[str, Any] = {"stream": True}
+    if request.path.endswith("completions"):
+        options["stream_options"] = {"include_usage": True}
+    raw = b""
+    times = []
+    async with http.request("POST", f"{server.url}/{request.path}", request.body | options) as response:
+        if not response.ok:
+            raise Malformed(f"{response.status}: {await response.text()}")
+        async for part in response.content.iter_any():
+            raw += part
+            times.append(time.monotonic())
+            if len(times) == most:
+                break
+    gaps += [after - before for before, after in pairwise(times)]
+    cut = len(times) == most
+    return read_stream(raw, cut=cut), cut
 
 
 async def _record_memory(server: Server, soak: SoakResult, began: float) -> None:
@@ -189,7 +243,7 @@ def _idle_gauges(server: Server) -> dict[str, float]:
 
 def _show(result: SoakResult, failures: dict[str, int], seconds: float) -> None:
     table = Table(title=f"{seconds / 60:g} minutes")
-    for name in ("answers", "canceled", "tokens/s", "between tokens ms p50 p99", "MiB at first", "at last", "growth"):
+    for name in ("answers", "canceled", "tokens/s", "between parts ms p50 p99", "MiB at first", "at last", "growth"):
         table.add_column(name, justify="right")
     gaps = percentiles(result.gaps)
     sizes = [size for _, size in result.memory]

@@ -131,7 +131,9 @@ class Matcher:
         self._ends = sorted(end_ids.difference(grammar.ends))  # end tokens that the grammar does not know
         self._committed: list[int] = []
         self._matcher = grammar.matcher.deep_copy()
-        self._forced_before: list[list[int]] = []  # for each pushed draft token, `_forced` before it
+        # For each pushed draft token, the matcher and `_forced` before it. A copy takes microseconds, and after a
+        # rollback llguidance's masks may be those of the text that was taken back.
+        self._before: list[tuple[Any, list[int]]] = []
         self._forced = self._forced_run()  # the tokens that must follow, in reverse order
 
     @property
@@ -159,13 +161,13 @@ class Matcher:
         Raises:
             OutriderError: the grammar is too complex at this position; call `reset`.
         """
-        self._forced_before.append(self._forced)
+        self._before.append((self._matcher, self._forced))
+        self._matcher = self._matcher.deep_copy()
         self._consume(token)
 
     def pop(self) -> None:
         """Undo the last `push`."""
-        self._matcher.rollback(1)
-        self._forced = self._forced_before.pop()
+        self._matcher, self._forced = self._before.pop()
 
     def allowed(self) -> NDArray[np.uint8]:
         """Return the tokens that may follow, as one bit per id, lowest first. End ids are set where the text may end.
@@ -189,9 +191,10 @@ class Matcher:
 
     def reset(self) -> None:
         """Return to the committed text after an error."""
-        if self._forced_before:
-            self._forced = self._forced_before[0]
-            self._forced_before = []
+        if self._before:
+            self._matcher, self._forced = self._before[0]
+            self._before = []
+            return
         self._matcher = self._grammar.matcher.deep_copy()
         self._matcher.consume_tokens(self._committed)
 

@@ -190,7 +190,8 @@ class RequestHandler:
         with attribute_errors("messages"):
             turns = conversation(body.messages, tools, template=template)
             tokens = await self._encode_chat(body, turns, template_tools, options)
-        reasoning = reasoning_of(template, self._async_llm.codec.decode(tokens[-_PROMPT_END:]))
+        continued = body.messages[-1].text() if body.continue_final_message else ""
+        reasoning = reasoning_of(template, self._async_llm.codec.decode(tokens[-_PROMPT_END:]), continued)
         calls = (trained or HERMES) if tools else None
         return _ChatPrompt(
             tokens, tools, OutputForm(calls=calls, functions=tools.schemas if tools else {}, reasoning=reasoning)

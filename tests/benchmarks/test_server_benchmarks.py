@@ -25,8 +25,8 @@ OPTIONS = [
 ]
 
 
-def run(script, *arguments):
-    command = [sys.executable, FOLDER / script, *arguments, "--", *OPTIONS]
+def run(script, *arguments, options=OPTIONS):
+    command = [sys.executable, FOLDER / script, *arguments, "--", *options]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -57,7 +57,8 @@ def test_speed_of_two_servers(prompts, monkeypatch):
 
 @pytest.mark.heavy
 def test_soak(prompts):
-    document = run("soak.py", "--prompts", prompts, "--minutes", 0.05, "--streams", 4, "--pool", 6, "--max-tokens", 24)
+    length = ("--minutes", 0.05, "--streams", 4, "--pool", 28, "--max-tokens", 24)
+    document = run("soak.py", "--target", "@nano", "--prompts", prompts, *length, options=OPTIONS[2:])
     assert document["passed"]
     assert document["answers"] > 0
     assert not document["errors"]

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jsonschema
 import pytest
@@ -28,6 +28,7 @@ from outrider.lab.audit.statistics import g_test
 from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
+from outrider.models.loader.tokenizer import read_tokenizer
 from outrider.testing import ToyTarget
 from outrider.verify.rules import EXACT
 from tests.helpers import grammar_cases, tiny
@@ -264,6 +265,27 @@ def test_matcher_gives_the_same_tokens_after_push_and_advance(grammars, schemas)
         for _ in tokens:
             pushed.pop()
         assert pushed.allowed().tobytes() == grammar.start(ends).allowed().tobytes()
+
+
+def test_drafts_that_are_taken_back_leave_nothing_behind():
+    """llguidance's own rollback kept the mask of the array here, so a key could end like an element."""
+    tokenizer = read_tokenizer(embedded("nano"))
+    ids = partial(tokenizer.encode, add_special_tokens=False)
+    grammar = Grammars(tokenizer, vocab=12288, end_ids=[0]).compile(Constraint.json_schema({"type": "object"}))
+    pushed, fresh = (grammar.start(frozenset({0})) for _ in range(2))
+    begin, rest = ids('{"a": "b", "name'), [*ids('":'), *ids(' {"')]
+    for token in begin:
+        pushed.advance(token)
+    for token in (*ids('":'), *ids(' ["')):
+        pushed.push(token)
+    pushed.allowed()
+    for _ in range(2):
+        pushed.pop()
+    for token in rest:
+        pushed.advance(token)
+    for token in begin + rest:
+        fresh.advance(token)
+    assert pushed.allowed().tobytes() == fresh.allowed().tobytes()
 
 
 def test_forced_tokens_are_drafted_unless_k_is_0(grammars):

@@ -147,7 +147,11 @@ def small_context_server():
         yield url, async_llm
 
 
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+MESSAGES = "/v1/messages"
+ROUTES = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES, f"{MESSAGES}/count_tokens"),
+    *("/tokenize", "/detokenize"),
+)
 
 
 @pytest.mark.parametrize("mode", GenerationMode)

@@ -20,6 +20,10 @@ TEMPLATE = (
     '{# tools <tool_call> "name" "arguments" #}'
     "<answer>{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 )
+OPENED = (  # as in DeepSeek R1 and QwQ
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{# </think> #}"
+    "{% if add_generation_prompt %}<answer><think>\n{% endif %}"
+)
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 HARMONY = "<|channel|>analysis<|message|>"
@@ -91,11 +95,11 @@ def base(tmp_path_factory):
     return base_llm(tmp_path_factory.mktemp("base"), "Qwen2.5-0.5B")
 
 
-def answer(base, text, **body):
+def answer(base, text, template=TEMPLATE, **body):
     """Return the whole response and the joined stream of a model that answers with this text."""
     tokenizer = base.parts.tokenizer
     script = [*tokenizer.encode(text, add_special_tokens=False), *base.parts.end_ids]
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 400, **body}
     with serving(llm=scripted_llm(base, script, k=3)) as (url, _):
         url += "/v1/chat/completions"
@@ -122,6 +126,33 @@ def test_reasoning_content_and_calls(base):
     thought = base.parts.tokenizer.encode(text.split("\n\nI")[0], add_special_tokens=False)
     assert abs(usage["completion_tokens_details"]["reasoning_tokens"] - len(thought)) <= 1
     assert whole["usage"]["completion_tokens_details"] == usage["completion_tokens_details"]
+
+
+@pytest.mark.parametrize(
+    ("text", "begin", "reasoning", "content"),
+    [
+        ("So it is.\n</think>\n\nYes.", None, "So it is.", "Yes."),
+        (" it is.\n</think>\n\nYes.", "<think>\nSo", " it is.", "Yes."),
+        (" sir.", "<think>\nSo it is.\n</think>\n\nYes,", None, " sir."),
+    ],
+)
+def test_a_prompt_may_open_the_reasoning(base, text, begin, reasoning, content):
+    messages = [{"role": "user", "content": "What does <think> mean?"}]
+    fields = {"messages": messages}
+    if begin:
+        fields = {"messages": [*messages, {"role": "assistant", "content": begin}], "continue_final_message": True}
+    whole, joined, _ = answer(base, text, OPENED, **fields)
+    for message in (whole["choices"][0]["message"], joined):
+        assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+
+
+def test_reasoning_that_the_limit_cuts(base):
+    whole, joined, usage = answer(base, "So it is, and so on.", OPENED, max_tokens=4)
+    for message in (whole["choices"][0]["message"], joined):
+        assert "So it is, and so on.".startswith(message["reasoning_content"])
+        assert message["content"] is None
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert usage["completion_tokens"] == usage["completion_tokens_details"]["reasoning_tokens"] == 4
 
 
 def test_cached_tokens_are_those_of_the_prefix_cache(client):

@@ -11,14 +11,13 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from outrider.serve.anthropic.writer import MessageWriter
 from outrider.serve.openai.base import StrictModel, Unused
+from outrider.serve.openai.foreign import Ignored
 from outrider.serve.openai.messages import content_kind
 from outrider.serve.openai.translated import TranslatedBody, assistant_message, call_of, type_discriminator
 
-_Ignored = Annotated[Any, Unused(), Field(description="Accepted and not used.")]
-
 
 class _Block(StrictModel):
-    cache_control: _Ignored = None
+    cache_control: Ignored = None
 
 
 class TextBlock(_Block):
@@ -26,7 +25,7 @@ class TextBlock(_Block):
 
     type: Literal["text"]
     text: str
-    citations: _Ignored = None
+    citations: Ignored = None
 
 
 _Text = Annotated[Annotated[str, Tag("str")] | Annotated[list[TextBlock], Tag("[parts]")], Discriminator(content_kind)]
@@ -37,7 +36,7 @@ class ThinkingBlock(StrictModel):
 
     type: Literal["thinking"]
     thinking: str
-    signature: _Ignored = None
+    signature: Ignored = None
 
 
 class ToolUseBlock(_Block):
@@ -47,7 +46,7 @@ class ToolUseBlock(_Block):
     id: str
     name: str
     input: dict[str, Any]
-    caller: _Ignored = None
+    caller: Ignored = None
 
 
 class ToolResultBlock(_Block):
@@ -98,9 +97,9 @@ class AnthropicTool(StrictModel):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = Field(None, description="Accepted for compatibility. A schema is always enforced.")
-    cache_control: _Ignored = None
-    eager_input_streaming: _Ignored = None
-    input_examples: _Ignored = None
+    cache_control: Ignored = None
+    eager_input_streaming: Ignored = None
+    input_examples: Ignored = None
 
 
 class ToolChoice(StrictModel):
@@ -121,7 +120,7 @@ class Thinking(StrictModel):
     """Whether the model reasons."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: _Ignored = None
+    budget_tokens: Ignored = None
     display: Annotated[Any, Unused(("summarized",)), Field(description='Only "summarized" is accepted.')] = None
 
 
@@ -216,7 +215,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, description="0 keeps all tokens.")
     metadata: Metadata | None = None
-    service_tier: _Ignored = None
+    service_tier: Ignored = None
 
     def chat_fields(self) -> dict[str, Any]:
         fields = super().chat_fields()

@@ -11,19 +11,19 @@ from pydantic_core import PydanticCustomError
 
 from outrider.serve.items.writer import ItemWriter
 from outrider.serve.openai.base import StrictModel, Unused
+from outrider.serve.openai.foreign import Ignored, OpenAIFields, Verbosity
 from outrider.serve.openai.messages import content_kind
 from outrider.serve.openai.schema import NamedSchema, ObjectFormat, TextFormat
 from outrider.serve.openai.translated import TranslatedBody, assistant_message, call_of, type_discriminator
 
-_Ignored = Annotated[Any, Unused(), Field(description="Accepted and not used.")]
 _SEND_ALL = "send the whole conversation as input, since this server stores no responses"
 _Stored = Annotated[Any, Unused((), _SEND_ALL), Field(description="Only null is accepted.")]
 _Unstored = Annotated[Any, Unused((False,), _SEND_ALL), Field(description="Only false is accepted.")]
 
 
 class _Item(StrictModel):
-    id: _Ignored = None
-    status: _Ignored = None
+    id: Ignored = None
+    status: Ignored = None
 
 
 class TextPart(StrictModel):
@@ -32,8 +32,8 @@ class TextPart(StrictModel):
     type: Literal["input_text", "output_text", "refusal", "reasoning_text", "summary_text"]
     text: str = ""
     refusal: str = ""
-    annotations: _Ignored = None
-    logprobs: _Ignored = None
+    annotations: Ignored = None
+    logprobs: Ignored = None
 
     @model_validator(mode="before")
     @classmethod
@@ -53,7 +53,7 @@ class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: _Text
-    phase: _Ignored = None
+    phase: Ignored = None
 
 
 class CallItem(_Item):
@@ -79,7 +79,7 @@ class ReasoningItem(_Item):
     type: Literal["reasoning"]
     summary: list[TextPart] = Field([])
     content: list[TextPart] = Field([])
-    encrypted_content: _Ignored = None
+    encrypted_content: Ignored = None
 
 
 _AnyItem = Annotated[
@@ -119,24 +119,24 @@ class TextConfig(StrictModel):
     """The form of the text."""
 
     format: Annotated[TextFormat | ObjectFormat | SchemaTextFormat, Field(discriminator="type")] | None = None
-    verbosity: Annotated[Any, Unused(("medium",)), Field(description='Only "medium" is accepted.')] = None
+    verbosity: Verbosity = None
 
 
 class ReasoningConfig(StrictModel):
     """How the model reasons."""
 
     effort: str | None = Field(None, description="For chat templates that read reasoning_effort.")
-    summary: _Ignored = None
-    generate_summary: _Ignored = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
 
 
 class StreamConfig(StrictModel):
     """Options of a stream."""
 
-    include_obfuscation: _Ignored = None
+    include_obfuscation: Ignored = None
 
 
-class ResponsesRequest(TranslatedBody):
+class ResponsesRequest(OpenAIFields, TranslatedBody):
     """The body of `/v1/responses`."""
 
     names: ClassVar[Mapping[str, str]] = MappingProxyType(
@@ -167,13 +167,9 @@ class ResponsesRequest(TranslatedBody):
     truncation: Annotated[Any, Unused(("disabled",)), Field(description='Only "disabled" is accepted.')] = None
     top_logprobs: Annotated[Any, Unused((0,)), Field(description="Only 0 is accepted.")] = None
     stream_options: StreamConfig | None = None
-    include: _Ignored = None
-    metadata: _Ignored = None
-    max_tool_calls: _Ignored = None
-    service_tier: _Ignored = None
-    safety_identifier: _Ignored = None
-    prompt_cache_key: _Ignored = None
-    prompt_cache_retention: _Ignored = None
+    include: Ignored = None
+    metadata: Ignored = None
+    max_tool_calls: Ignored = None
 
     def writer(self, prompt_tokens: int) -> ItemWriter:
         shown = {"instructions", "max_output_tokens", "parallel_tool_calls", "temperature", "text", "tools", "top_p"}

@@ -12,26 +12,32 @@ from pydantic import Field
 
 from outrider.serve.openai.base import RequestBody, StrictModel, Unused
 
-_Unused = Annotated[Any, Unused(), Field(description="Accepted and not used.")]
+Ignored = Annotated[Any, Unused(), Field(description="Accepted and not used.")]
+Verbosity = Annotated[Any, Unused(("medium",)), Field(description='Only "medium" is accepted.')]
 _Off = Annotated[Any, Unused((False,)), Field(description="Only false is accepted.")]
 _Zero = Annotated[Any, Unused((0,)), Field(description="Only 0, which is off, is accepted.")]
 _One = Annotated[Any, Unused((1,)), Field(description="Only 1, which is off, is accepted.")]
 
 
-class ForeignFields(RequestBody):
+class OpenAIFields(RequestBody):
+    """Fields of any request of OpenAI's API that have no effect."""
+
+    service_tier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    prompt_cache_options: Ignored = None
+    safety_identifier: Ignored = None
+
+
+class ForeignFields(OpenAIFields):
     """Fields of a completion or a chat completion that have no effect."""
 
     # OpenAI
-    service_tier: _Unused = None
-    store: _Unused = None
-    prompt_cache_key: _Unused = None
-    prompt_cache_retention: _Unused = None
-    prompt_cache_options: _Unused = None
-    safety_identifier: _Unused = None
-    prediction: _Unused = None  # a hint for speculation, which does not change the text
+    store: Ignored = None
+    prediction: Ignored = None  # a hint for speculation, which does not change the text
 
     # vLLM and SGLang
-    request_id: _Unused = None
+    request_id: Ignored = None
     use_beam_search: _Off = None
     include_stop_str_in_output: _Off = None
     return_tokens_as_token_ids: _Off = None
@@ -40,29 +46,29 @@ class ForeignFields(RequestBody):
     spaces_between_special_tokens: Annotated[Any, Unused((True,)), Field(description="Only true is accepted.")] = None
 
     # llama.cpp and Ollama
-    cache_prompt: _Unused = None
-    id_slot: _Unused = None
-    timings_per_token: _Unused = None
-    keep_alive: _Unused = None
+    cache_prompt: Ignored = None
+    id_slot: Ignored = None
+    timings_per_token: Ignored = None
+    keep_alive: Ignored = None
     repeat_penalty: Annotated[
         Any, Unused((1,), "use repetition_penalty"), Field(description="Only 1, which is off, is accepted.")
     ] = None
-    repeat_last_n: _Unused = None  # belongs to repeat_penalty
+    repeat_last_n: Ignored = None  # belongs to repeat_penalty
     typical_p: _One = None
     typ_p: _One = None
     tfs_z: _One = None
     xtc_probability: _Zero = None
-    xtc_threshold: _Unused = None  # belongs to xtc_probability
+    xtc_threshold: Ignored = None  # belongs to xtc_probability
     dynatemp_range: _Zero = None
-    dynatemp_exponent: _Unused = None  # belongs to dynatemp_range
+    dynatemp_exponent: Ignored = None  # belongs to dynatemp_range
     mirostat: _Zero = None
-    mirostat_tau: _Unused = None  # this and the next belong to mirostat
-    mirostat_eta: _Unused = None
+    mirostat_tau: Ignored = None  # this and the next belong to mirostat
+    mirostat_eta: Ignored = None
     dry_multiplier: _Zero = None
-    dry_base: _Unused = None  # this and the next three belong to dry_multiplier
-    dry_allowed_length: _Unused = None
-    dry_penalty_last_n: _Unused = None
-    dry_sequence_breakers: _Unused = None
+    dry_base: Ignored = None  # this and the next three belong to dry_multiplier
+    dry_allowed_length: Ignored = None
+    dry_penalty_last_n: Ignored = None
+    dry_sequence_breakers: Ignored = None
     n_keep: _Zero = None
     n_probs: _Zero = None
     min_keep: _Zero = None
@@ -72,7 +78,7 @@ class ForeignChatFields(ForeignFields):
     """Fields of a chat completion that have no effect."""
 
     modalities: Annotated[Any, Unused((["text"],)), Field(description='Only ["text"] is accepted.')] = None
-    verbosity: Annotated[Any, Unused(("medium",)), Field(description='Only "medium" is accepted.')] = None
+    verbosity: Verbosity = None
     functions: Annotated[Any, Unused(([],), "use tools"), Field(description="Only [] is accepted.")] = None
     function_call: Annotated[
         Any, Unused(("none", "auto"), "use tool_choice"), Field(description='Only "none" and "auto" are accepted.')
@@ -84,18 +90,18 @@ class ForeignChatFields(ForeignFields):
 class ForeignStreamOptions(StrictModel):
     """Options of a stream that have no effect."""
 
-    include_obfuscation: _Unused = None
+    include_obfuscation: Ignored = None
     continuous_usage_stats: _Off = None
 
 
 class ForeignMessageFields(StrictModel):
     """Fields of messages of other servers that no chat template reads."""
 
-    annotations: _Unused = None
-    reasoning_details: _Unused = None
-    thinking_blocks: _Unused = None
-    provider_specific_fields: _Unused = None
-    cache_control: _Unused = None
+    annotations: Ignored = None
+    reasoning_details: Ignored = None
+    thinking_blocks: Ignored = None
+    provider_specific_fields: Ignored = None
+    cache_control: Ignored = None
     audio: Annotated[Any, Unused((), "send its transcript as content"), Field(description="Only null is accepted.")] = (
         None
     )

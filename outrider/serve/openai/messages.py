@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from outrider.serve.openai.base import StrictModel, Unused
-from outrider.serve.openai.foreign import ForeignMessageFields
+from outrider.serve.openai.base import StrictModel
+from outrider.serve.openai.foreign import ForeignMessageFields, Ignored
 
 _MEDIA = {  # by the type of a content part
     "image_url": "images",
@@ -20,7 +20,6 @@ _MEDIA = {  # by the type of a content part
     "file": "files",
     "input_file": "files",
 }
-_Ignored = Annotated[Any, Unused(), Field(description="Accepted and not used.")]
 
 
 class FunctionCall(StrictModel):
@@ -36,7 +35,7 @@ class ToolCall(StrictModel):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: _Ignored = None
+    index: Ignored = None
 
 
 class ContentPart(StrictModel):
@@ -45,7 +44,7 @@ class ContentPart(StrictModel):
     type: Literal["text", "refusal"]
     text: str = ""
     refusal: str = ""
-    cache_control: _Ignored = None
+    cache_control: Ignored = None
 
     @model_validator(mode="before")
     @classmethod

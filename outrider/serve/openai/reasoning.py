@@ -20,6 +20,7 @@ class Reasoning:
 
     Attributes:
         inside: whether the prompt ends within the reasoning, so that `open` is not part of the output.
+        begun: whether the prompt has text of the reasoning as well.
         dropped: markers of the answer that are no text.
         anywhere: whether reasoning may begin in the middle of the output.
         header: what stands before an answer that has a constraint.
@@ -28,6 +29,7 @@ class Reasoning:
     open: str
     close: str
     inside: bool = False
+    begun: bool = False
     dropped: tuple[str, ...] = ()
     anywhere: bool = False
     header: str = ""
@@ -54,20 +56,25 @@ class Reasoning:
 _HARMONY = Reasoning(open=_ANALYSIS, close=TURN, dropped=(FINAL, _COMMENTARY, TURN), anywhere=True, header=FINAL)
 
 
-def reasoning_of(template: str, prompt_end: str) -> Reasoning | None:
+def reasoning_of(template: str, prompt_end: str, continued: str = "") -> Reasoning | None:
     """Return the form of the reasoning after a prompt; None: there is none, or the prompt has closed it.
 
     Args:
         template: the chat template.
         prompt_end: the last characters of the prompt.
+        continued: the message of the assistant that the prompt ends with, and the output continues.
     """
     if _ANALYSIS in template:
         return _HARMONY
     end = prompt_end.rstrip()
     for open, close in THOUGHT_MARKERS:
         if close in template:
-            inside = end.endswith(open)
-            return None if end.endswith(close) else Reasoning(open=open, close=close, inside=inside)
+            opened, closed = continued.rfind(open), continued.rfind(close)
+            if end.endswith(close) or closed > opened:
+                return None
+            at_open = end.endswith(open)
+            begun = opened > closed and not at_open
+            return Reasoning(open=open, close=close, inside=at_open or begun, begun=begun)
     return None
 
 
@@ -85,7 +92,7 @@ class ReasoningParser:
         self._begin = 0  # of the reasoning
         self._space = ""  # white space that the reasoning may end with
         self._inside = reasoning.inside
-        self._trim = reasoning.inside  # whether white space is left out until the next text
+        self._trim = reasoning.inside and not reasoning.begun  # whether white space is left out until the next text
         self._lead = not reasoning.inside and not reasoning.anywhere  # whether the reasoning may still begin
 
     def add_text(self, text: str, *, last: bool) -> tuple[str, str]:
