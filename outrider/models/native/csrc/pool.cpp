@@ -3,6 +3,21 @@
 namespace outrider {
 namespace {
 
+// Multiply each part of `x` with a Hadamard matrix. A part has as many numbers as the largest power of two that divides
+// `dim`. A large number is then spread over its part, so bytes lose less. Dot products of two such vectors are larger by a
+// factor, which is returned. `spread` in models/cache/spread.py does the same.
+int spread(float* x, int dim) {
+  const int part = dim & -dim;
+  for (int half = 1; half < part; half *= 2)
+    for (int begin = 0; begin < dim; begin += 2 * half)
+      for (int i = begin; i < begin + half; i++) {
+        const float first = x[i], second = x[i + half];
+        x[i] = first + second;
+        x[i + half] = first - second;
+      }
+  return part;
+}
+
 template <class Element>
 class PoolAttention final : public Attention {
  public:
@@ -17,10 +32,25 @@ class PoolAttention final : public Attention {
 
   void set_query(int column, int head, const float* x) override {
     const size_t number = size_t(column) * heads_.query + head;
-    query_scale_[number] = round_all(x, heads_.dim, &query_[number * heads_.dim]);
+    auto* out = &query_[number * heads_.dim];
+    if constexpr (kIntegers<Element>) {
+      float numbers[kMaxHeadDim];
+      std::copy(x, x + heads_.dim, numbers);
+      const int factor = spread(numbers, heads_.dim);
+      query_scale_[number] = round_all(numbers, heads_.dim, out) / float(factor);
+    } else {
+      query_scale_[number] = round_all(x, heads_.dim, out);
+    }
   }
 
   void set_key(int slot, int layer, int entry, int head, const float* x) override {
+    float numbers[kMaxHeadDim];
+    if constexpr (kIntegers<Element>) {
+      const float* offset = pool_.key_offset + size_t(layer * heads_.key + head) * heads_.dim;
+      for (int i = 0; i < heads_.dim; i++) numbers[i] = x[i] - offset[i];
+      spread(numbers, heads_.dim);
+      x = numbers;
+    }
     entries(slot, layer).set_key(entry, head, x);
   }
 

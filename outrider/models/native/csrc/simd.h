@@ -37,6 +37,7 @@ inline void set(float& to, float value) { to = value; }
 // processor has no instruction that multiplies pairs of bfloat16, it is a float that is rounded to bfloat16.
 struct RoundedFloat { float value; };
 inline void set(RoundedFloat& to, float value) { to.value = to_float(to_bfloat16(value)); }
+inline float to_float(RoundedFloat number) { return number.value; }
 using InputBfloat16 = std::conditional_t<kBfloat16Pairs, uint16_t, RoundedFloat>;
 template <class Element>
 using Input = std::conditional_t<std::is_same_v<Element, uint16_t>, InputBfloat16, float>;
