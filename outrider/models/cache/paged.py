@@ -17,10 +17,19 @@ from outrider.core.types import Batch, Draft, Round, SequenceState
 from outrider.models.cache.huge_pages import zeros
 from outrider.models.cache.pool import CPool
 from outrider.models.cache.prefix_tree import BLOCK, CachedBlock, PrefixTree
-from outrider.models.cache.spread import part_size, spread
 
 _LANES = 16  # entries whose keys are interleaved; kLanes of models/native/csrc/vectors.h
 _SCALE = torch.float32.itemsize  # bytes of the scale of a key or a value in int8
+
+
+def spread(keys: torch.Tensor) -> torch.Tensor:
+    """Multiply keys [..., dim] with a Hadamard matrix, as models/native/csrc/pool.cpp. Doing it twice restores them."""
+    dim = keys.shape[-1]
+    matrix = pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    while dim % (2 * len(matrix)) == 0:
+        matrix = torch.kron(matrix, pair)
+    parts = keys.unflatten(-1, (-1, len(matrix)))
+    return (parts @ matrix * len(matrix) ** -0.5).flatten(-2)
 
 
 class CacheFull(RuntimeError):
@@ -78,8 +87,7 @@ class PagedCache:
             heads: key heads.
             dim: of a head.
             dtype: of keys and values.
-            key_offset: [layers, heads, dim] float32, what keys in int8 are stored without; None: 0. It
-                is the same for all keys of a head, so it changes no attention weight.
+            key_offset: [layers, heads, dim] float32, what keys in int8 are stored without; None: 0.
         """
         self._slots = slots
         self._capacity = capacity
@@ -231,7 +239,7 @@ class PagedCache:
             blocks[b, : len(indices)] = torch.tensor(indices, dtype=torch.int64)
         keys, values = self._by_position(self._entries[blocks, layer])
         if self._dtype == torch.int8:
-            keys = spread(keys) / part_size(self._dim) + self._key_offset[layer, :, None]
+            keys = spread(keys) + self._key_offset[layer, :, None]
         wanted = slice(begin - first * BLOCK, end - first * BLOCK)
         return keys[:, :, wanted], values[:, :, wanted]
 

@@ -3,19 +3,19 @@
 namespace outrider {
 namespace {
 
-// Multiply each part of `x` with a Hadamard matrix. A part has as many numbers as the largest power of two that divides
-// `dim`. A large number is then spread over its part, so bytes lose less. Dot products of two such vectors are larger by a
-// factor, which is returned. `spread` in models/cache/spread.py does the same.
-int spread(float* x, int dim) {
+// Write x - offset times a Hadamard matrix, in parts of as many numbers as the largest power of two that divides `dim`. It
+// spreads a large number, so bytes lose less, and keeps dot products. `spread` in models/cache/paged.py does the same.
+const float* spread(const float* x, const float* offset, int dim, float* out) {
   const int part = dim & -dim;
+  for (int i = 0; i < dim; i++) out[i] = (offset ? x[i] - offset[i] : x[i]) / std::sqrt(float(part));
   for (int half = 1; half < part; half *= 2)
     for (int begin = 0; begin < dim; begin += 2 * half)
       for (int i = begin; i < begin + half; i++) {
-        const float first = x[i], second = x[i + half];
-        x[i] = first + second;
-        x[i + half] = first - second;
+        const float first = out[i], second = out[i + half];
+        out[i] = first + second;
+        out[i + half] = first - second;
       }
-  return part;
+  return out;
 }
 
 template <class Element>
@@ -32,25 +32,15 @@ class PoolAttention final : public Attention {
 
   void set_query(int column, int head, const float* x) override {
     const size_t number = size_t(column) * heads_.query + head;
-    auto* out = &query_[number * heads_.dim];
-    if constexpr (kIntegers<Element>) {
-      float numbers[kMaxHeadDim];
-      std::copy(x, x + heads_.dim, numbers);
-      const int factor = spread(numbers, heads_.dim);
-      query_scale_[number] = round_all(numbers, heads_.dim, out) / float(factor);
-    } else {
-      query_scale_[number] = round_all(x, heads_.dim, out);
-    }
+    float numbers[kMaxHeadDim];
+    if (kIntegers<Element>) x = spread(x, nullptr, heads_.dim, numbers);
+    query_scale_[number] = round_all(x, heads_.dim, &query_[number * heads_.dim]);
   }
 
   void set_key(int slot, int layer, int entry, int head, const float* x) override {
     float numbers[kMaxHeadDim];
-    if constexpr (kIntegers<Element>) {
-      const float* offset = pool_.key_offset + size_t(layer * heads_.key + head) * heads_.dim;
-      for (int i = 0; i < heads_.dim; i++) numbers[i] = x[i] - offset[i];
-      spread(numbers, heads_.dim);
-      x = numbers;
-    }
+    const float* offset = pool_.key_offset + size_t(layer * heads_.key + head) * heads_.dim;
+    if (kIntegers<Element>) x = spread(x, offset, heads_.dim, numbers);
     entries(slot, layer).set_key(entry, head, x);
   }
 
