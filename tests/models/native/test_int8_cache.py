@@ -165,9 +165,9 @@ def test_output_does_not_depend_on_speculation(proposer):
     spec = proposer[1].replace("nano", str(embedded("nano")))
     blocks = plain.engine.cache_usage()
     drafted = LLM(None, proposer=spec, k=5, **options, cache_gb=5 * blocks.token_bytes * blocks.block_tokens / 1e9)
-    prompts = [prompt + " x" * 15 for prompt in PROMPTS]
+    prompts = [prompt + " x" * 30 for prompt in PROMPTS]
     for temperature in (0.0, 1.0):
-        params = SamplingParams(max_tokens=50, temperature=temperature, seed=5, ignore_eos=True)
+        params = SamplingParams(max_tokens=100, temperature=temperature, seed=5, ignore_eos=True)
         expected = [plain.generate(prompt, params)[0].token_ids for prompt in prompts]
         assert [c.token_ids for c in drafted.generate(prompts, params)] == expected
         assert [drafted.generate(prompt, replace(params, k=3))[0].token_ids for prompt in prompts] == expected
