@@ -22,6 +22,16 @@ _LANES = 16  # entries whose keys are interleaved; kLanes of models/native/csrc/
 _SCALE = torch.float32.itemsize  # bytes of the scale of a key or a value in int8
 
 
+def spread(keys: torch.Tensor) -> torch.Tensor:
+    """Multiply keys [..., dim] with a Hadamard matrix, as models/native/csrc/pool.cpp. Doing it twice restores them."""
+    dim = keys.shape[-1]
+    matrix = pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    while dim % (2 * len(matrix)) == 0:
+        matrix = torch.kron(matrix, pair)
+    parts = keys.unflatten(-1, (-1, len(matrix)))
+    return (parts @ matrix * len(matrix) ** -0.5).flatten(-2)
+
+
 class CacheFull(RuntimeError):
     """The cache has no free block. Call `Cache.fits` before a pass."""
 
@@ -47,7 +57,8 @@ class PagedCache:
     """Keys and values in bfloat16, float32 or int8, which the native kernels read and write through a block table.
 
     In int8 each token has a float32 scale per head for its key, and one for its value. They follow
-    the numbers in a block, so whatever copies or shares blocks copies and shares them as well.
+    the numbers in a block, so whatever copies or shares blocks copies and shares them as well. Keys
+    are spread over their dimensions (`spread`) before they are rounded.
 
     A full block of committed tokens is shared read-only. Draft tokens are always written to a
     sequence's own blocks. A prefix that ends within a shared block is copied. If a sequence
@@ -56,7 +67,17 @@ class PagedCache:
     cached until they are evicted.
     """
 
-    def __init__(self, *, slots: int, capacity: int, layers: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        *,
+        slots: int,
+        capacity: int,
+        layers: int,
+        heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        key_offset: torch.Tensor | None = None,
+    ) -> None:
         """Allocate blocks for `slots` sequences of `capacity` tokens. `resize` changes the number of blocks.
 
         Args:
@@ -66,6 +87,7 @@ class PagedCache:
             heads: key heads.
             dim: of a head.
             dtype: of keys and values.
+            key_offset: [layers, heads, dim] float32, what keys in int8 are stored without; None: 0.
         """
         self._slots = slots
         self._capacity = capacity
@@ -79,8 +101,13 @@ class PagedCache:
         self._shares = False
         self._query_tokens = 0
         self._hit_tokens = 0
+        self._key_offset = torch.zeros(layers, heads, dim) if key_offset is None else key_offset
         self._pool = CPool(
-            table=self._table.buffer_info()[0], layers=layers, reach=self._reach, bits=8 * dtype.itemsize
+            table=self._table.buffer_info()[0],
+            key_offset=self._key_offset.data_ptr(),
+            layers=layers,
+            reach=self._reach,
+            bits=8 * dtype.itemsize,
         )
         self.resize(self.wanted_blocks)
 
@@ -211,6 +238,8 @@ class PagedCache:
             indices = self._table[row + first : row + min(last, self._tables[slot].blocks)]
             blocks[b, : len(indices)] = torch.tensor(indices, dtype=torch.int64)
         keys, values = self._by_position(self._entries[blocks, layer])
+        if self._dtype == torch.int8:
+            keys = spread(keys) + self._key_offset[layer, :, None]
         wanted = slice(begin - first * BLOCK, end - first * BLOCK)
         return keys[:, :, wanted], values[:, :, wanted]
 

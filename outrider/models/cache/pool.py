@@ -12,6 +12,7 @@ class CPool(ctypes.Structure):
     _fields_ = (
         ("entries", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
+        ("key_offset", ctypes.c_void_p),
         ("layers", ctypes.c_int32),
         ("reach", ctypes.c_int32),
         ("bits", ctypes.c_int32),

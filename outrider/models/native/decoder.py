@@ -238,6 +238,25 @@ class Decoder(Passes):
         self._candidates = min(candidates, -(-self.vocab // PANEL))
         self._open()
 
+    def key_offset(self) -> torch.Tensor:
+        """Return the biases [layers, key heads, dim] of key dimensions that hardly turn; 0 for the others.
+
+        A term that all keys of a head share changes no attention weight, so a cache may leave it
+        out, unless scores are capped or keys are normalized after the bias.
+        """
+        shape = self.shape
+        offset = torch.zeros(len(self._stack), shape.key_heads, shape.dim)
+        begin = shape.heads * shape.dim
+        for i, keys in zip(self._stack, offset, strict=True):
+            packed = self._packed[f"{i}.qkv"]
+            assert not isinstance(packed, PackedExperts)
+            bias = packed.bias
+            if bias is None or shape.score_cap or f"{self._body}.layers.{i}.self_attn.k_norm.weight" in self._norms:
+                continue
+            keys += bias[begin : begin + keys.numel()].view_as(keys)
+            keys *= shape.rotary.still_factors(i, shape.dim)
+        return offset
+
     def attach(self, memory: PagedCache) -> None:
         """Use this KV cache. It has at least as many layers as this decoder."""
         self._memory = memory

@@ -16,6 +16,7 @@ import torch
 from outrider.errors import UnsupportedModel
 
 _NO_ROTARY = -1
+_STILL_TOKENS = 16384  # in which a dimension that hardly turns makes less than one radian
 Rope = Mapping[str, Any]  # `rope_parameters` of a configuration
 
 
@@ -44,6 +45,14 @@ class Rotary:
             scale=torch.tensor([scale for _, scale in tables]).float(),
             table=tuple(number if uses else _NO_ROTARY for number, uses in zip(numbers, uses_rope, strict=True)),
         )
+
+    def still_factors(self, layer: int, dim: int) -> torch.Tensor:
+        """Return [dim] the factors of dimensions of a head that a layer hardly turns; 0 for the others."""
+        factors = torch.ones(dim)
+        if (table := self.table[layer]) != _NO_ROTARY:
+            still = self.frequency[table] * _STILL_TOKENS < 1
+            factors[: self.dim] = torch.cat([still, still]) * self.scale[table]
+        return factors
 
     @property
     def dim(self) -> int:

@@ -244,6 +244,7 @@ class NativeTarget:
             heads=shape.key_heads,
             dim=shape.dim,
             dtype=self._kv_dtype,
+            key_offset=self._decoder.key_offset() if self._kv_dtype == torch.int8 else None,
         )
         self.cache = self._memory
         self._decoder.attach(self._memory)

@@ -11,6 +11,7 @@ from outrider.core import tree
 from outrider.core.config import EngineConfig
 from outrider.drafting.propose.leaves import draft_model
 from outrider.errors import OutriderError
+from outrider.models.cache.paged import spread
 from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
@@ -55,11 +56,11 @@ def test_logits_equal_those_of_attention_to_rounded_keys_and_values(name, folder
         module,
         "eager_attention_forward",
         lambda self, query, key, value, *args, **options: attend(
-            self, query, rounded(key), rounded(value), *args, **options
+            self, query, spread(rounded(spread(key))), rounded(value), *args, **options
         ),
     )
     expected = model(torch.tensor([tokens])).logits[0, 99:]
-    assert relative_error(logits, expected) < 2e-3
+    assert relative_error(logits, expected) < 3e-3
     assert relative_error(logits, unrounded) > 4 * relative_error(logits, expected)
 
 
@@ -71,11 +72,29 @@ def test_error_of_a_cached_number_is_bounded(folders):
         target, _ = load_target(folders["window"], bits=32, context=256, kv_dtype=kv_dtype)
         feed(target, [tokens])
         cached[kv_dtype] = target._memory.entries(0, [0], 0, 100)
-    for exact, stored in zip(cached["auto"], cached["int8"], strict=True):
+    keys, values = zip(cached["auto"], cached["int8"], strict=True)
+    for exact, stored in (map(spread, keys), values):
         step = exact.abs().amax(-1, keepdim=True) / 127
         assert stored.dtype == torch.float32
         assert ((stored - exact).abs() <= 0.501 * step).all()
         assert relative_error(stored, exact) > 0
+
+
+@torch.inference_mode()
+def test_large_biases_of_keys_cost_no_precision(tmp_path):
+    """Those of dimensions that hardly turn are not rounded. Entries that the cache returns have them."""
+    config = tiny.make_config("Qwen2Config", head_dim=16, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
+    model = tiny.auto_class(config).from_config(config)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.view(-1, 16)[:, [7, 15]] = 100.0
+    folder = tiny.save_model(tmp_path, model)
+    keys = []
+    for kv_dtype in ("auto", "int8"):
+        target, _ = load_target(folder, bits=32, kv_dtype=kv_dtype)
+        feed(target, [random_ids(60)])
+        keys.append(target._memory.entries(1, [0], 0, 60)[0])
+    assert keys[0].abs().max() > 99
+    assert (keys[1] - keys[0]).abs().max() < 0.2
 
 
 @torch.inference_mode()
@@ -143,14 +162,16 @@ def test_output_does_not_depend_on_speculation(proposer):
     plain = LLM(None, proposer="none", k=0, **options, prefix_caching=False)
     spec = proposer[1].replace("nano", str(embedded("nano")))
     blocks = plain.engine.cache_usage()
-    drafted = LLM(None, proposer=spec, k=5, **options, cache_gb=7 * blocks.token_bytes * blocks.block_tokens / 1e9)
+    drafted = LLM(None, proposer=spec, k=5, **options, cache_gb=5 * blocks.token_bytes * blocks.block_tokens / 1e9)
     prompts = [prompt + " x" * 30 for prompt in PROMPTS]
     for temperature in (0.0, 1.0):
-        params = SamplingParams(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
+        params = SamplingParams(max_tokens=100, temperature=temperature, seed=5, ignore_eos=True)
         expected = [plain.generate(prompt, params)[0].token_ids for prompt in prompts]
         assert [c.token_ids for c in drafted.generate(prompts, params)] == expected
         assert [drafted.generate(prompt, replace(params, k=3))[0].token_ids for prompt in prompts] == expected
-    assert drafted.engine.cache_usage().hit_tokens
+    usage = drafted.engine.cache_usage()
+    assert usage.hit_tokens
+    assert usage.preempted
     draft = draft_model(drafted.parts.proposer)
     if proposer[0] in ("chain", "tree", "skip"):
         assert draft.kernels.split(",")[0] == "native kv-int8"

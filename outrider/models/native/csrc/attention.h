@@ -36,14 +36,13 @@ constexpr int kGroups = kBlock / kLanes;
 template <class Element>
 constexpr bool kIntegers = std::is_same_v<Element, int8_t>;
 
-// Independent sums of a score, so that a product of floats does not wait for the one before it.
+// Sums of a score, so that a product of floats does not wait for the one before it. They add up every second word.
 template <class Element>
 constexpr int kSums = kIntegers<Element> ? 1 : 2;
 
-// Registers of scores that are summed together, and registers of outputs that are summed together. More do not fit.
-template <class Element>
-constexpr int kScoreRegs = (kRegLanes == kLanes ? 4 : 2) / kSums<Element>;
-constexpr int kOutputRegs = kRegLanes == kLanes ? 4 : 2;
+// Rows, and registers of scores or of outputs for each, whose sums fit into registers.
+constexpr int kRowsAtOnce = 6;
+constexpr int kRegs = kRegLanes == kLanes ? 4 : 2;
 
 // The entries that each column of a pass attends to.
 struct Columns {
@@ -73,7 +72,7 @@ constexpr int kPerWord = sizeof(Element) == 4 ? 1 : 2;
 
 // The type of queries and of weights, which are multiplied with elements.
 template <class Element>
-using Factor = std::conditional_t<kIntegers<Element>, int16_t, Element>;
+using Factor = std::conditional_t<kIntegers<Element>, int16_t, Input<Element>>;
 
 template <class Element>
 using SumReg = std::conditional_t<kIntegers<Element>, IntReg, FloatReg>;
@@ -180,14 +179,15 @@ struct Scratch {
         queries(kMaxTileRows * dim) {}
 };
 
+// Return what the factors of part `part` of the words of a register are multiplied with.
 template <class Element>
-inline IntReg load_words(const Element* from) {
+inline IntReg load_words(const Element* from, int part) {
   if constexpr (kIntegers<Element>) {
     return widen(from);
   } else {
     IntReg out;
     std::memcpy(&out, from, sizeof out);
-    return out;
+    return kParts<Element> == 1 ? out : half_of(out, part);
   }
 }
 
@@ -198,11 +198,12 @@ inline void prefetch(const Element* from) {
   __builtin_prefetch(from);
 }
 
-template <class Element>
-inline IntReg broadcast_word(const Element* from) {
-  int32_t word;
-  std::memcpy(&word, from, sizeof word);
-  return IntReg{} + word;
+// Return word number `word` of some factors in all lanes.
+template <class Number>
+inline IntReg broadcast_word(const Number* factors, int word) {
+  int32_t out;
+  std::memcpy(&out, reinterpret_cast<const char*>(factors) + sizeof out * word, sizeof out);
+  return IntReg{} + out;
 }
 
 // Copy `count` of the entries that a column attends to, from number `begin` on, into one block. Whole groups of the
@@ -241,42 +242,47 @@ inline void gather_entries(const Entries<Element>& from, int head, const Columns
 template <int R, class Element>
 inline void compute_scores(const QueryRow<Element>* rows, const Block<Element>& block, int groups, int dim,
                            float (&scores)[R][kBlock]) {
-  constexpr int each = kPerWord<Element>;
-  constexpr int regs = kScoreRegs<Element>;
-  constexpr int sums = kSums<Element>;
+  constexpr int each = kPerWord<Element>, parts = kParts<Element>;
+  constexpr int turns = R > kRowsAtOnce / 2 ? kSums<Element> : 1;  // that compute a part of the sums
+  constexpr int sums = kSums<Element> / turns;                     // of a score in a turn
+  constexpr int words = 2 / turns;                                 // of a key that a turn reads, of two
   constexpr int regs_per_group = kLanes / kRegLanes;
-  constexpr int lines = 2 * each * kLanes * sizeof(Element) / 64 * std::max(regs / regs_per_group, 1);  // of a step
-  for (int p = 0; p < groups * regs_per_group; p += regs) {
-    SumReg<Element> sum[sums][R][regs] = {};
+  constexpr int lines = words * each * kLanes * sizeof(Element) / 64 * std::max(kRegs / regs_per_group, 1);
+  for (int p = 0; p < groups * regs_per_group; p += kRegs) {
     const size_t begin = size_t(p / regs_per_group) * dim * kLanes;
     const Element* from = block.keys + begin + p % regs_per_group * kRegLanes * each;
     const Element* ahead = block.next_values && p % regs_per_group == 0 ? block.next_values + begin : nullptr;
-    for (int d = 0; d < dim; d += 2 * each) {
-      for (int a = 0; ahead && a < lines; a++) prefetch(ahead + (d / (2 * each) * lines + a) * (64 / sizeof(Element)));
-      for (int half = 0; half < 2; half++) {
-        IntReg keys[regs];
-        for (int a = 0; a < regs; a++)
-          keys[a] = load_words(from + (a / regs_per_group * dim + d + half * each) * kLanes +
-                               a % regs_per_group * kRegLanes * each);
-        for (int i = 0; i < R; i++) {
-          const IntReg query = broadcast_word(rows[i].query + d + half * each);
-          for (int a = 0; a < regs; a++) {
-            auto& to = sum[half % sums][i][a];
-            to = dot_words<Element>(to, keys[a], query);
+    for (int turn = 0; turn < turns; turn++) {
+      SumReg<Element> sum[sums][R][kRegs] = {};
+      for (int first = turn; first < dim / each; first += 2) {
+        for (int a = 0; ahead && a < lines; a++, ahead += 64 / sizeof(Element)) prefetch(ahead);
+        for (int word = 0; word < words; word++)
+          for (int part = 0; part < parts; part++) {
+            IntReg keys[kRegs];
+            for (int a = 0; a < kRegs; a++)
+              keys[a] = load_words(from + (a / regs_per_group * dim + (first + word) * each) * kLanes +
+                                       a % regs_per_group * kRegLanes * each,
+                                   part);
+            for (int i = 0; i < R; i++) {
+              const IntReg query = broadcast_word(rows[i].query, (first + word) * parts + part);
+              for (int a = 0; a < kRegs; a++) {
+                auto& to = sum[word % sums][i][a];
+                to = dot_words<Factor<Element>>(to, keys[a], query);
+              }
+            }
+          }
+      }
+      for (int i = 0; i < R; i++)
+        for (int a = 0; a < kRegs; a++) {
+          float* to = scores[i] + (p + a) * kRegLanes;
+          if constexpr (kIntegers<Element>) {
+            const FloatReg scale = load_reg(scales_of(block.keys, dim) + (p + a) * kRegLanes) * rows[i].scale;
+            store(to, __builtin_convertvector(sum[0][i][a], FloatReg) * scale);
+          } else {
+            store(to, turn ? load_reg(to) + sum[0][i][a] : sums == 1 ? sum[0][i][a] : sum[0][i][a] + sum[sums - 1][i][a]);
           }
         }
-      }
     }
-    for (int i = 0; i < R; i++)
-      for (int a = 0; a < regs; a++) {
-        float* to = scores[i] + (p + a) * kRegLanes;
-        if constexpr (kIntegers<Element>) {
-          const FloatReg scale = load_reg(scales_of(block.keys, dim) + (p + a) * kRegLanes) * rows[i].scale;
-          store(to, __builtin_convertvector(sum[0][i][a], FloatReg) * scale);
-        } else {
-          store(to, sum[0][i][a] + sum[1][i][a]);
-        }
-      }
   }
 }
 
@@ -284,26 +290,30 @@ inline void compute_scores(const QueryRow<Element>* rows, const Block<Element>& 
 template <int R, int Width, class Element>
 inline void add_values(const QueryRow<Element>* rows, const Weights<R, Element>& weights, const Block<Element>& block,
                        int count, int d, int dim, Scratch<Element>& s) {
-  constexpr int each = kPerWord<Element>;
+  constexpr int each = kPerWord<Element>, parts = kParts<Element>;
   SumReg<Element> total[R][Width] = {};
   const auto sums = [&](int i, int v) { return &s.sums[rows[i].row * dim + d + v * kRegLanes]; };
   if constexpr (!kIntegers<Element>)
     for (int i = 0; i < R; i++)
       for (int v = 0; v < Width; v++) total[i][v] = load_reg(sums(i, v)) * weights.rescale[i];
-  const auto add = [&](int j, int32_t mask) {
-    IntReg value[Width];
-    for (int v = 0; v < Width; v++) value[v] = load_words(block.values + j * dim + (d + v * kRegLanes) * each) & mask;
-    for (int i = 0; i < R; i++) {
-      const IntReg weight = broadcast_word(weights.weight[i] + j);
-      for (int v = 0; v < Width; v++) total[i][v] = dot_words<Element>(total[i][v], value[v], weight);
+  const auto add = [&](int j, int num_parts, int32_t mask) {
+    for (int part = 0; part < num_parts; part++) {
+      IntReg value[Width];
+      for (int v = 0; v < Width; v++)
+        value[v] = load_words(block.values + j * dim + (d + v * kRegLanes) * each, part) & mask;
+      for (int i = 0; i < R; i++) {
+        const IntReg weight = broadcast_word(weights.weight[i], j / each * parts + part);
+        for (int v = 0; v < Width; v++) total[i][v] = dot_words<Factor<Element>>(total[i][v], value[v], weight);
+      }
     }
   };
   int j = 0;
   for (; j + each <= count; j += each) {
     for (int v = 0; block.next_keys && v < Width; v++) prefetch(block.next_keys + j * dim + (d + v * kRegLanes) * each);
-    add(j, -1);
+    add(j, parts, -1);
   }
-  if (j < count) add(j, 0xffff);  // the second element of the pair is unused memory and may be NaN
+  // The second element of the last word may be unused memory, and NaN.
+  if (j < count) add(j, 1, parts == 1 ? 0xffff : -1);
   for (int i = 0; i < R; i++)
     for (int v = 0; v < Width; v++)
       if constexpr (kIntegers<Element>)
@@ -313,37 +323,46 @@ inline void add_values(const QueryRow<Element>* rows, const Weights<R, Element>&
         store(sums(i, v), total[i][v]);
 }
 
-// Compute the weights of a block for one row by online softmax (Milakov and Gimelshein 2018, algorithm 3). Scores of the
-// entries low .. count - 1 are used; others have weight 0, exactly. `scores` holds the products of whole groups, and is
-// changed. `max` and `mass` are those of the row. Weights are rounded to the type of the values, and `mass` sums the
-// rounded weights. Return the factor of the sums so far.
-template <class Element>
-inline float compute_weights(const Heads& heads, int low, int count, float* scores, float& max, float* mass,
-                             Element* weight) {
+// Online softmax (Milakov and Gimelshein 2018, algorithm 3) computes the weights of a block for one row in two steps. The
+// first one turns the products of whole groups into scores, and updates the largest score of the row. Scores of the
+// entries low .. count - 1 are used; others are -inf. Return the factor of the sums so far.
+inline float update_max(const Heads& heads, int low, int count, float* scores, float& max) {
   const int size = (count + kLanes - 1) / kLanes * kLanes;
   const FloatReg masked = FloatReg{} - INFINITY;
   FloatReg most = masked;
   for (int j = 0; j < size; j += kRegLanes) {
-    const IntReg at = reg_lanes() + j;
-    const auto visible = (at >= low) & (at < count);
-    const FloatReg score = visible ? heads.score(load_reg(scores + j)) : masked;
+    FloatReg score = heads.score(load_reg(scores + j));
+    if (low > j || count < j + kRegLanes) {
+      const IntReg at = reg_lanes() + j;
+      score = (at >= low) & (at < count) ? score : masked;
+    }
     store(scores + j, score);
     most = maximum(most, score);
   }
   const float old_max = max;
   const float new_max = reduce(most, [](auto a, auto b) { return maximum(a, b); });
   max = new_max > old_max ? new_max : old_max;
-  const float rescale = old_max == max ? 1.0f : exponential(FloatReg{} + (old_max - max))[0];
+  return old_max == max ? 1.0f : exponential(FloatReg{} + (old_max - max))[0];
+}
+
+// The second step writes the weights of `count` entries, rounded to the type of the values. `mass` sums the rounded weights.
+// A score of -inf gets weight 0, exactly.
+template <class Element>
+inline void write_weights(int count, const float* scores, float max, float rescale, float* mass, Element* weight) {
+  const int size = (count + kLanes - 1) / kLanes * kLanes;
   constexpr int regs = kLanes / kRegLanes;
   FloatReg sum[regs];
   for (int r = 0; r < regs; r++) sum[r] = load_reg(mass + r * kRegLanes) * rescale;
-  for (int j = 0; j < size; j += kLanes)
-    for (int r = 0; r < regs; r++) {
-      const int at = j + r * kRegLanes;
-      sum[r] += store_rounded(weight + at, exponential(load_reg(scores + at) - max));
-    }
+  const auto write = [&](int begin, auto groups) {
+    FloatReg x[groups * regs];
+    for (int r = 0; r < groups * regs; r++) x[r] = load_reg(scores + begin + r * kRegLanes) - max;
+    exponentials(x);
+    for (int r = 0; r < groups * regs; r++) sum[r % regs] += store_rounded(weight + begin + r * kRegLanes, x[r]);
+  };
+  int j = 0;
+  for (; j + 2 * kLanes <= size; j += 2 * kLanes) write(j, std::integral_constant<int, 2>());
+  if (j < size) write(j, std::integral_constant<int, 1>());
   for (int r = 0; r < regs; r++) store(mass + r * kRegLanes, sum[r]);
-  return rescale;
 }
 
 // Multiply the weights of `count` entries with the scales of their values, and round them to integers. Return the scale
@@ -367,39 +386,40 @@ inline void attend_block(const QueryRow<Element>* rows, const Heads& heads, cons
   float scores[R][kBlock];
   compute_scores<R>(rows, block, groups, dim, scores);
   Weights<R, Element> weights;
+  for (int i = 0; i < R; i++)
+    weights.rescale[i] = update_max(heads, rows[i].low, rows[i].count, scores[i], s.max[rows[i].row]);
   for (int i = 0; i < R; i++) {
-    const auto compute = [&](auto* weight) {
-      const int row = rows[i].row;
-      weights.rescale[i] = compute_weights(heads, rows[i].low, rows[i].count, scores[i], s.max[row],
-                                           &s.mass[row * kLanes], weight);
+    const int row = rows[i].row;
+    const auto write = [&](auto* weight) {
+      write_weights(rows[i].count, scores[i], s.max[row], weights.rescale[i], &s.mass[row * kLanes], weight);
     };
     if constexpr (kIntegers<Element>) {
-      compute(scores[i]);
+      write(scores[i]);
       const int size = (rows[i].count + kLanes - 1) / kLanes * kLanes;
       weights.scale[i] = scale_weights(scores[i], scales_of(block.values, dim), size, weights.weight[i]);
     } else {
-      compute(weights.weight[i]);
+      write(weights.weight[i]);
     }
   }
+  constexpr int width = R > kRowsAtOnce / 2 ? kRegs : 2 * kRegs;
   int d = 0;
-  for (; d + kOutputRegs * kRegLanes <= dim; d += kOutputRegs * kRegLanes)
-    add_values<R, kOutputRegs>(rows, weights, block, count, d, dim, s);
+  for (; d + width * kRegLanes <= dim; d += width * kRegLanes)
+    add_values<R, width>(rows, weights, block, count, d, dim, s);
   for (; d < dim; d += kRegLanes) add_values<R, 1>(rows, weights, block, count, d, dim, s);
 }
 
-// Update all `rows` with one block, four rows at a time, and clear `rows`.
-template <class Element>
+// Update all `rows` with one block, at most sizeof...(I) rows at a time, and clear `rows`.
+template <class Element, int... I>
 inline void attend_rows(std::vector<QueryRow<Element>>& rows, const Heads& heads, Block<Element> block,
-                        Scratch<Element>& s) {
-  const QueryRow<Element>* row = rows.data();
-  const QueryRow<Element>* end = row + rows.size();
-  for (; row + 4 <= end; row += 4) {
-    attend_block<4>(row, heads, block, s);
+                        Scratch<Element>& s, std::integer_sequence<int, I...>) {
+  typedef void Function(const QueryRow<Element>*, const Heads&, const Block<Element>&, Scratch<Element>&);
+  static constexpr Function* functions[] = {attend_block<I + 1, Element>...};
+  const int size = int(rows.size()), tiles = parts(size, sizeof...(I));
+  for (int i = 0; i < tiles; i++) {
+    const int first = part_begin(size, tiles, i);
+    functions[part_begin(size, tiles, i + 1) - first - 1](&rows[first], heads, block, s);
     block.next_values = block.next_keys = nullptr;  // already prefetched
   }
-  if (end - row == 3) attend_block<3>(row, heads, block, s);
-  if (end - row == 2) attend_block<2>(row, heads, block, s);
-  if (end - row == 1) attend_block<1>(row, heads, block, s);
   rows.clear();
 }
 
@@ -429,8 +449,8 @@ inline void attend_whole_block(MatrixUnits& units, int first, int end, const Hea
     for (int i = 0; i < rows; i++) {
       for (const int ahead = lines * (r - first + i + 1) / (end - first); prefetched < ahead; prefetched++)
         prefetch(reinterpret_cast<const char*>(next) + 64 * prefetched);
-      const float rescale = compute_weights(heads, 0, kBlock, scores[i], s.max[r + i], &s.mass[(r + i) * kLanes],
-                                            weight[i]);
+      const float rescale = update_max(heads, 0, kBlock, scores[i], s.max[r + i]);
+      write_weights(kBlock, scores[i], s.max[r + i], rescale, &s.mass[(r + i) * kLanes], weight[i]);
       float* sums = &s.sums[size_t(r + i) * dim];
       for (int d = 0; rescale != 1.0f && d < dim; d += kLanes) store(sums + d, load(sums + d) * rescale);
     }
@@ -459,11 +479,12 @@ inline void attend(const Columns& columns, const Tile& tile, int head, const Hea
   const auto first_query = [&](int c) { return size_t(c) * heads.query + size_t(head) * sharing; };
   const bool uses_matrix = uses_matrix_units<Element>(heads.dim);
   constexpr const Element* no_block = nullptr;
+  constexpr std::make_integer_sequence<int, kRowsAtOnce> any_number;
   MatrixUnits units;
   if (uses_matrix)
     for (int c = tile.first; c < tile.last; c++)
       std::memcpy(&s.queries[size_t(c - tile.first) * sharing * heads.dim],
-                  queries.query + first_query(c) * heads.dim, sizeof(Element) * sharing * heads.dim);
+                  queries.query + first_query(c) * heads.dim, sizeof(Factor<Element>) * sharing * heads.dim);
   int end = 0;
   for (int c = tile.first; c < tile.last; c++)
     end = std::max(end, columns.prefix[c] + columns.tail_begin[c + 1] - columns.tail_begin[c]);
@@ -503,13 +524,13 @@ inline void attend(const Columns& columns, const Tile& tile, int head, const Hea
       }
       if (s.gathered.empty()) continue;
       gather_entries(entries, head, columns, c, begin, count, s);
-      attend_rows(s.gathered, heads, {s.keys.data(), s.values.data(), nullptr, nullptr}, s);
+      attend_rows(s.gathered, heads, {s.keys.data(), s.values.data(), nullptr, nullptr}, s, any_number);
     }
     attend_whole();
     if (s.in_place.empty()) continue;
     const Element* keys = entries.keys(begin, head);
     const Element* values = entries.values(begin, head);
-    attend_rows(s.in_place, heads, {keys, values, values, next_keys}, s);
+    attend_rows(s.in_place, heads, {keys, values, values, next_keys}, s, any_number);
   }
   for (int r = 0; r < rows; r++) {
     float* to = out + size_t(tile.first + r / sharing) * width + size_t(head * sharing + r % sharing) * heads.dim;

@@ -103,7 +103,7 @@ OUTRIDER_LAYOUT(Linear, weight, scale, minimum, sub_scale, sub_minimum, zero, or
                 offset, values, number)
 OUTRIDER_LAYOUT(Layer, qkv, out, gate_up, down, value, router, attention_norm, mlp_norm, attention_post_norm,
                 mlp_post_norm, query_norm, key_norm, window, wide_norms, rotary, top, normalized)
-OUTRIDER_LAYOUT(Pool, entries, table, layers, reach, bits)
+OUTRIDER_LAYOUT(Pool, entries, table, key_offset, layers, reach, bits)
 OUTRIDER_LAYOUT(Entry, fuse, project, last_norm, tap_norm, embedding_norm, state_norm, tapped, tap, normed,
                 embedding_first, zero_first, residual_normed, recycle_normed)
 OUTRIDER_LAYOUT(Model, layer, embedding, norm, frequency, rotary_scale, entry, id, pool, head, table, reduce, rank,

@@ -55,10 +55,6 @@ struct Rows {
 // the cache. With a stride of 4096 bytes, all of them would share one set.
 inline int spaced(int words) { return ((words + kLine - 1) / kLine | 1) * kLine; }
 
-// The number of parts of `size` items that are as equal as possible, with at most `most` items each, and where one begins.
-inline int parts(int size, int most) { return (size + most - 1) / most; }
-inline int part_begin(int size, int parts, int part) { return size / parts * part + std::min(part, size % parts); }
-
 // Return the words that a row of `inputs` inputs needs in any format. Floats need the most, except for short rows.
 inline int row_words(int inputs) {
   return std::max(spaced(inputs), parts(inputs, kSpan) * int(sizeof(RowSpan<byte_words(8)>) / 4));

@@ -3,6 +3,21 @@
 namespace outrider {
 namespace {
 
+// Write x - offset times a Hadamard matrix, in parts of as many numbers as the largest power of two that divides `dim`. It
+// spreads a large number, so bytes lose less, and keeps dot products. `spread` in models/cache/paged.py does the same.
+const float* spread(const float* x, const float* offset, int dim, float* out) {
+  const int part = dim & -dim;
+  for (int i = 0; i < dim; i++) out[i] = (offset ? x[i] - offset[i] : x[i]) / std::sqrt(float(part));
+  for (int half = 1; half < part; half *= 2)
+    for (int begin = 0; begin < dim; begin += 2 * half)
+      for (int i = begin; i < begin + half; i++) {
+        const float first = out[i], second = out[i + half];
+        out[i] = first + second;
+        out[i + half] = first - second;
+      }
+  return out;
+}
+
 template <class Element>
 class PoolAttention final : public Attention {
  public:
@@ -17,10 +32,15 @@ class PoolAttention final : public Attention {
 
   void set_query(int column, int head, const float* x) override {
     const size_t number = size_t(column) * heads_.query + head;
+    float numbers[kMaxHeadDim];
+    if (kIntegers<Element>) x = spread(x, nullptr, heads_.dim, numbers);
     query_scale_[number] = round_all(x, heads_.dim, &query_[number * heads_.dim]);
   }
 
   void set_key(int slot, int layer, int entry, int head, const float* x) override {
+    float numbers[kMaxHeadDim];
+    const float* offset = pool_.key_offset + size_t(layer * heads_.key + head) * heads_.dim;
+    if (kIntegers<Element>) x = spread(x, offset, heads_.dim, numbers);
     entries(slot, layer).set_key(entry, head, x);
   }
 

@@ -12,6 +12,7 @@ extern "C" {
 struct Pool {
   void* entries;         // [blocks][layers][key heads][keys, values] parts, as in attention.h
   const int32_t* table;  // [slots][reach] block tables
+  const float* key_offset;  // [layers][key heads][dim] what keys of bytes are stored without
   int32_t layers, reach;
   int32_t bits;          // of an element: 8 (bytes with scales), 16 (bfloat16) or 32 (float)
 };

@@ -37,9 +37,13 @@ inline void set(float& to, float value) { to = value; }
 // processor has no instruction that multiplies pairs of bfloat16, it is a float that is rounded to bfloat16.
 struct RoundedFloat { float value; };
 inline void set(RoundedFloat& to, float value) { to.value = to_float(to_bfloat16(value)); }
+inline float to_float(RoundedFloat number) { return number.value; }
 using InputBfloat16 = std::conditional_t<kBfloat16Pairs, uint16_t, RoundedFloat>;
 template <class Element>
 using Input = std::conditional_t<std::is_same_v<Element, uint16_t>, InputBfloat16, float>;
+// The words of inputs that are multiplied with one word of weights: two if a pair of bfloat16 is multiplied as floats.
+template <class Element>
+constexpr int kParts = std::is_same_v<Element, uint16_t> ? sizeof(InputBfloat16) / 2 : 1;
 
 // A weight that is a half float. It is multiplied as a float.
 struct Half { uint16_t raw; };
@@ -64,16 +68,26 @@ inline FloatReg power_of(IntReg byte) {
 
 inline float power_of(uint8_t byte) { return bits<float>(byte ? uint32_t(byte) << 23 : 0x400000u) * 0.5f; }
 
-// Round to the elements of a register and store them. Return the rounded values as floats. A NaN stays a NaN.
+// Round to bfloat16. A NaN stays a NaN.
+inline FloatReg round_to_bfloat16(FloatReg value) {
+  const IntReg raw = bits<IntReg>(value);
+  const IntReg nan = IntReg{} + 0x7fc00000;
+  const IntReg upper = (raw + 0x7fff + ((raw >> 16) & 1)) & ~0xffff;
+  return bits<FloatReg>(value == value ? upper : nan);
+}
+
+// Round to the type of a number and store it. Return the rounded values as floats.
 inline FloatReg store_rounded(uint16_t* to, FloatReg value) {
   typedef uint16_t Halves __attribute__((vector_size(2 * kRegLanes)));
-  const IntReg raw = bits<IntReg>(value);
-  const IntReg nan = IntReg{} + 0x7fc0;
-  const IntReg upper = (raw + 0x7fff + ((raw >> 16) & 1)) >> 16;
-  const IntReg half = value == value ? upper : nan;
-  const Halves out = __builtin_convertvector(half, Halves);
-  std::memcpy(to, &out, sizeof out);
-  return bits<FloatReg>(half << 16);
+  const FloatReg rounded = round_to_bfloat16(value);
+  store(to, __builtin_convertvector(bits<IntReg>(rounded) >> 16, Halves));
+  return rounded;
+}
+
+inline FloatReg store_rounded(RoundedFloat* to, FloatReg value) {
+  const FloatReg rounded = round_to_bfloat16(value);
+  store(to, rounded);
+  return rounded;
 }
 
 inline FloatReg store_rounded(float* to, FloatReg value) {
@@ -81,8 +95,11 @@ inline FloatReg store_rounded(float* to, FloatReg value) {
   return value;
 }
 
+// If a number is NaN, these return b.
 template <class F>
 inline F maximum(F a, F b) { return a > b ? a : b; }
+template <class F>
+inline F minimum(F a, F b) { return a < b ? a : b; }
 
 // Return the larger one of two numbers that are not negative; NaN if one is NaN. As an integer, NaN is larger than all.
 template <class F>
@@ -126,46 +143,47 @@ inline float to_integers(const float* x, int count, Integer* out) {
   return size * (1 / most);
 }
 
-// e^x, accurate to about two units in the last place. Exactly 0 below -87, so masked scores get weight 0.
-inline FloatReg exponential(FloatReg x) {
-  const FloatReg low = FloatReg{} - 87.0f;
+// Replace the numbers in N registers by e^x, accurate to about two units in the last place. Below -87.7 it is exactly 0, so
+// masked scores get weight 0. Each step computes all registers, since the operations of one wait for each other.
+template <int N>
+inline void exponentials(FloatReg (&x)[N]) {
+  constexpr float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  constexpr float coefficients[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+  const FloatReg low = FloatReg{} - 88.0f;  // with an exponent of -127, which stands for 0
   const FloatReg high = FloatReg{} + 88.0f;
-  FloatReg clamped = x < low ? low : x;
-  clamped = clamped > high ? high : clamped;
-  const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const FloatReg exponent = (clamped * 1.44269504f + shift) - shift;
-  const FloatReg rest = clamped - exponent * 0.693359375f + exponent * 2.12194440e-4f;
-  FloatReg poly = FloatReg{} + 1.9875691500e-4f;
-  poly = poly * rest + 1.3981999507e-3f;
-  poly = poly * rest + 8.3334519073e-3f;
-  poly = poly * rest + 4.1665795894e-2f;
-  poly = poly * rest + 1.6666665459e-1f;
-  poly = poly * rest + 5.0000001201e-1f;
-  poly = poly * rest * rest + rest + 1.0f;
-  const IntReg power = (__builtin_convertvector(exponent, IntReg) + 127) << 23;
-  const FloatReg out = poly * bits<FloatReg>(power);
-  return x < low ? FloatReg{} : out;
+  FloatReg exponent[N], poly[N];
+  for (FloatReg& each : x) each = minimum(high, maximum(low, each));
+  for (int i = 0; i < N; i++) exponent[i] = (x[i] * 1.44269504f + shift) - shift;
+  for (int i = 0; i < N; i++) x[i] = x[i] - exponent[i] * 0.693359375f + exponent[i] * 2.12194440e-4f;
+  for (FloatReg& each : poly) each = FloatReg{} + 1.9875691500e-4f;
+  for (const float coefficient : coefficients)
+    for (int i = 0; i < N; i++) poly[i] = poly[i] * x[i] + coefficient;
+  for (int i = 0; i < N; i++) poly[i] = poly[i] * x[i] * x[i] + x[i] + 1.0f;
+  for (int i = 0; i < N; i++) {
+    const IntReg power = (__builtin_convertvector(exponent[i], IntReg) + 127) << 23;
+    x[i] = poly[i] * bits<FloatReg>(power);
+  }
 }
 
-#if !defined(__AVX512F__)
-inline Floats exponential(Floats x) {
-  float lanes[kLanes];
-  store(lanes, x);
-  for (int i = 0; i < kLanes; i += kRegLanes) store(lanes + i, exponential(load_reg(lanes + i)));
-  return load(lanes);
+template <class F>
+inline F exponential(F x) {
+  FloatReg regs[sizeof(F) / sizeof(FloatReg)];
+  std::memcpy(regs, &x, sizeof x);
+  exponentials(regs);
+  std::memcpy(&x, regs, sizeof x);
+  return x;
 }
-#endif
 
 // cap tanh(x / cap), which is between -cap and cap.
 template <class F>
 inline F capped(F x, float cap) { return cap - 2 * cap / (1.0f + exponential(x * (2 / cap))); }
 
-// acc + the products of the elements in each word: two of bytes that were widened, two of bfloat16, or one of float.
-template <class Element, class F, class I>
+// acc + the products of the inputs in each word with weights: two of 16-bit integers, two of bfloat16, or one of float.
+template <class Input, class F, class I>
 inline F dot_words(F acc, I w, I x) {
-  if constexpr (sizeof(Element) == 1)
+  if constexpr (std::is_same_v<Input, int16_t>)
     return dot_shorts(acc, w, x);
-  else if constexpr (sizeof(Element) == 2)
+  else if constexpr (sizeof(Input) == 2)
     return dot_pairs(acc, w, x);
   else
     return multiply_add(acc, bits<F>(w), bits<F>(x));

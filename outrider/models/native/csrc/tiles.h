@@ -26,10 +26,6 @@ inline void prefetch(const Stored* w) {
 template <class Format>
 constexpr bool kIsElement = std::is_same_v<Format, float> || std::is_same_v<Format, Half> || std::is_same_v<Format, uint16_t>;
 
-// The words of an input row that are multiplied with one word of each output: two if a pair of bfloat16 is multiplied as
-// floats.
-template <class Element>
-constexpr int kParts = std::is_same_v<Element, uint16_t> ? sizeof(InputBfloat16) / 2 : 1;
 // What is loaded for each output: a word, or one half float.
 template <class Element>
 using Stored = std::conditional_t<std::is_same_v<Element, Half>, uint16_t, int32_t>;

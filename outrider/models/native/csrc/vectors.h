@@ -1,6 +1,7 @@
 // Vectors of sixteen lanes, and registers of as many lanes as a processor has, in the vector types of gcc and clang.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -55,6 +56,10 @@ inline IntReg reg_lanes() {
   std::memcpy(&out, &all, sizeof out);
   return out;
 }
+
+// The number of parts of `size` items that are as equal as possible, with at most `most` items each, and where one begins.
+inline int parts(int size, int most) { return (size + most - 1) / most; }
+inline int part_begin(int size, int parts, int part) { return size / parts * part + std::min(part, size % parts); }
 
 template <class To, class From>
 inline To bits(From value) {
