@@ -172,7 +172,7 @@ def _shapes_by_importance(target: Target) -> Iterator[_Shape]:
                 yield _Shape(tokens, 1, equal=True)
     if target.cache.usage().token_bytes:  # otherwise passes do not depend on the cached tokens
         yield from _deep_shapes(target)
-    # A draft head always computes logits for the last token only. A draft that shares the target's cache has no prefill.
+    # A draft head computes logits for the last token only. A draft that shares the target's cache has no prefill.
     if not isinstance(target, HeadTarget) and not isinstance(target.cache, SharedCache):
         yield _Shape(min(_PREFILL, context - 1), 1, scored=False)
     yield from empty.values()

@@ -28,8 +28,8 @@ def spread(keys: torch.Tensor) -> torch.Tensor:
     matrix = pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
     while dim % (2 * len(matrix)) == 0:
         matrix = torch.kron(matrix, pair)
-    parts = keys.unflatten(-1, (-1, len(matrix)))
-    return (parts @ matrix * len(matrix) ** -0.5).flatten(-2)
+    parts = keys.view(*keys.shape[:-1], -1, len(matrix))
+    return (parts @ (matrix * len(matrix) ** -0.5)).flatten(-2)
 
 
 class CacheFull(RuntimeError):
