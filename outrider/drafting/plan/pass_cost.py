@@ -57,9 +57,7 @@ class PassCost:
     pair: float  # seconds per pair
     fed: float | None = None  # seconds per prompt token; None: as tokens with logits
     window: int | None = None  # cached tokens that a pass reads per sequence, at most; None: all
-    shares_cache: bool = (
-        False  # whether it reads the KV cache of the target, so that it has no prefill
-    )
+    shares_cache: bool = False  # whether it reads the KV cache of the target, so that it has no prefill
     experts: tuple[float, ...] = ()  # distinct experts of each measured pass, the mean over layers; (): not counted
     expert: float = 0.0  # seconds for one more distinct expert of each layer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ def spread(keys: torch.Tensor) -> torch.Tensor:
     while dim % (2 * len(matrix)) == 0:
         matrix = torch.kron(matrix, pair)
     parts = keys.view(*keys.shape[:-1], -1, len(matrix))
-    return (parts @ (matrix * len(matrix) ** -0.5)).flatten(-2)
+    return (parts @ (matrix / math.sqrt(len(matrix)))).flatten(-2)
 
 
 class CacheFull(RuntimeError):
