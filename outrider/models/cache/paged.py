@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import ctypes
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
