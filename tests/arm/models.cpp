@@ -93,7 +93,7 @@ class Running {
     table_.resize(kReach);
     for (int i = 0; i < kReach; i++) table_[i] = kReach - 1 - i;
     entries_.resize(size_t(kReach) * model.layers * model.key_heads * 2 * kBlock * model.dim * bits / 8);
-    pool_ = {entries_.data(), table_.data(), model.layers, kReach, bits};
+    pool_ = {entries_.data(), table_.data(), nullptr, model.layers, kReach, bits};
     vocab_ = model.head.outputs;
     model.pool = &pool_;
     model.threads = threads;

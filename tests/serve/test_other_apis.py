@@ -6,6 +6,9 @@ import httpx
 import openai
 import pytest
 
+from outrider.serve.anthropic.writer import MessageWriter
+from outrider.serve.items.writer import ItemWriter
+from outrider.serve.openai.blocks import Kind
 from tests.helpers.scripted import base_llm, scripted_llm
 from tests.helpers.serving import serving
 
@@ -187,3 +190,16 @@ def test_an_error_of_a_response_names_the_field(client, param, fields):
     with pytest.raises(openai.BadRequestError) as raised:
         client.responses.create(model="nano", **fields)
     assert raised.value.param == param
+
+
+@pytest.mark.parametrize("writer", [ItemWriter({}), MessageWriter(1)])
+def test_text_behind_a_call_begins_a_block_after_the_rest_of_the_call(writer):
+    first = {"index": 0, "id": "call_0", "function": {"name": "now", "arguments": '{"in": '}}
+    rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
+    deltas = [{"tool_calls": [first]}, {"content": "Done.", "tool_calls": [rest]}]
+    for delta in deltas:
+        writer.chunk({"id": "1", "model": "m", "created": 0, "choices": [{"delta": delta, "finish_reason": None}]})
+    assert [(block.kind, block.text) for block in writer.blocks] == [
+        (Kind.CALL, '{"in": "Oslo"}'),
+        (Kind.TEXT, "Done."),
+    ]
