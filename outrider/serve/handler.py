@@ -273,6 +273,8 @@ class RequestHandler:
         # entry for each id, and with echo, clients count the entries.
         omitted = frozenset() if body.return_token_ids or echoes else streams[0].request.end_ids
         is_chat = isinstance(body, ChatRequest)
+        options = body.stream_options
+        include_usage = options is not None and options.include_usage
         tokens = self._async_llm.single_tokens
         builder = ResponseBuilder(
             chat=is_chat,
@@ -283,6 +285,7 @@ class RequestHandler:
             if body.num_logprobs() is None
             else LogprobsBuilder(tokens=tokens, chat=is_chat, omitted=omitted),
             include_speculation=content >= StreamContent.ROUNDS,
+            continuous_usage=include_usage and options is not None and options.continuous_usage_stats,
             form=form if form and (form.calls or form.reasoning) else None,
             token_ids=body.return_token_ids,
             echoes=echoes,
@@ -292,7 +295,6 @@ class RequestHandler:
         disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))
         writer = writer or EventWriter()
         if body.stream:
-            include_usage = body.stream_options is not None and body.stream_options.include_usage
             events = self._stream_events(
                 builder,
                 streams,
@@ -433,9 +435,7 @@ class RequestHandler:
         log_entry = entry_of(request.scope)
         log_entry.finish_reason = "canceled"  # replaced below, unless the client disconnects
         completions: dict[int, Completion] = {}  # by index of the stream
-        chunk_builders = [
-            builder.chunks(index, stream.request.prompt_token_ids) for index, stream in enumerate(streams)
-        ]
+        chunk_builders = [builder.chunks(index, stream.request) for index, stream in enumerate(streams)]
         try:
             async with asyncio.timeout(self._settings.request_timeout or None):
                 async for index, chunks in _merge_streams(streams):

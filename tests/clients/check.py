@@ -5,7 +5,12 @@ FOLDER has the tokenizer of the model.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import anthropic
 import instructor
@@ -89,11 +94,40 @@ def check_lm_eval(url: str, model: str) -> None:
     assert likely > unlikely
 
 
+def check_guidellm(url: str, model: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        prompts, report = Path(folder, "prompts.jsonl"), Path(folder, "report.json")
+        lines = [json.dumps({"prompt": f"Count to {i}.", "output_tokens_count": 16}) for i in range(8)]
+        prompts.write_text("\n".join(lines))
+        options = {
+            "backend": f"kind=openai_http,target={url}",
+            "profile": "kind=concurrent,streams=2",
+            "constraint": "kind=max_requests,count=8",
+            "data": f"kind=json_file,path={prompts}",
+            "tokenizer": f"kind=huggingface_auto,model={sys.argv[2]}",
+            "output": f"kind=json,path={report}",
+        }
+        pairs = [part for name, value in options.items() for part in (f"--{name}", value)]
+        command = [Path(sys.executable).with_name("guidellm"), "run", "--disable-console", *pairs]
+        subprocess.run(command, check=True, timeout=300, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+        (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    assert len(benchmark["requests"]["successful"]) == 8
+
+
 def main() -> None:
     url = sys.argv[1].rstrip("/")
     model = openai.OpenAI(base_url=url + "/v1", api_key="any").models.list().data[0].id
     failures = 0
-    for check in (check_openai, check_anthropic, check_litellm, check_langchain, check_instructor, check_lm_eval):
+    checks = (
+        check_openai,
+        check_anthropic,
+        check_litellm,
+        check_langchain,
+        check_instructor,
+        check_lm_eval,
+        check_guidellm,
+    )
+    for check in checks:
         try:
             check(url, model)
             print(f"{check.__name__}: passed")

@@ -50,6 +50,10 @@ def test_stream_chunks_concatenate_to_full_response(client, chat):
     choices = [choice for chunk in chunks for choice in chunk.choices]
     assert "".join(text_of(choice) for choice in choices) == full_text
     assert chunks[-1].usage.completion_tokens
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [chunk.usage.completion_tokens for chunk in create(**body, stream=True, stream_options=options)]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-2] == counts[-1] == chunks[-1].usage.completion_tokens
     assert choices[-1].finish_reason in ("stop", "length")
     assert len(chunks) > 2
 

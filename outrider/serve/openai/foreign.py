@@ -91,7 +91,6 @@ class ForeignStreamOptions(StrictModel):
     """Options of a stream that have no effect."""
 
     include_obfuscation: Ignored = None
-    continuous_usage_stats: _Off = None
 
 
 class ForeignMessageFields(StrictModel):

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from outrider.core.stats import Stats
 from outrider.core.token_text import SingleTokens
-from outrider.core.types import Completion, FinishReason
+from outrider.core.types import Completion, FinishReason, Request
 from outrider.serve.openai.logprobs import Echo, LogprobsBuilder, TokenOffsets
 from outrider.serve.openai.output import OutputForm, OutputParser
 from outrider.serve.stream.request_stream import StreamChunk
@@ -30,6 +30,7 @@ class ResponseBuilder:
     tokens: SingleTokens
     logprobs: LogprobsBuilder | None = None  # if the request wants them
     include_speculation: bool = False  # whether chunks have a `speculation` field
+    continuous_usage: bool = False  # whether chunks have the usage so far
     form: OutputForm | None = None  # what the text may have besides content; None: nothing
     token_ids: bool = False  # whether choices have the ids of their tokens
     echoes: Sequence[Echo] = ()  # by prompt: what its completions begin with; (): nothing
@@ -49,9 +50,9 @@ class ResponseBuilder:
         choices = [self._choice(index, completion, echo) for index, (completion, echo) in enumerate(chosen)]
         return self._head(is_chunk=False) | {"choices": choices, "usage": self.usage(completions, num_prompts)}
 
-    def chunks(self, index: int, prompt: Sequence[int]) -> ChunkBuilder:
-        """Return the builder of the stream chunks of one completion of a prompt."""
-        return ChunkBuilder(self, index, prompt)
+    def chunks(self, index: int, request: Request) -> ChunkBuilder:
+        """Return the builder of the stream chunks of one completion of a request."""
+        return ChunkBuilder(self, index, request)
 
     def chunk(
         self,
@@ -152,12 +153,14 @@ class ResponseBuilder:
 class ChunkBuilder:
     """Builds the stream chunks of one completion."""
 
-    def __init__(self, builder: ResponseBuilder, index: int, prompt: Sequence[int]) -> None:
+    def __init__(self, builder: ResponseBuilder, index: int, request: Request) -> None:
         self._builder = builder
         self._index = index  # of the completion
         self._parser = OutputParser(builder.form) if builder.form else None
         self._started = False
-        self._offsets = TokenOffsets(builder.decode, prompt)
+        self._offsets = TokenOffsets(builder.decode, request.prompt_token_ids)
+        self._prompt_tokens = len(request.prompt_token_ids) + len(request.source_token_ids)
+        self._output_tokens = 0
 
     def build(self, chunk: StreamChunk) -> dict[str, Any]:
         """Return the stream chunk for what the engine has added."""
@@ -169,7 +172,13 @@ class ChunkBuilder:
         if not self._started:
             delta = {"role": "assistant", "content": None if self._parser else ""} | delta
             self._started = True
-        return self._builder.chunk(self._index, chunk, delta=delta, finish_reason=finish_reason, offsets=self._offsets)
+        self._output_tokens += len(chunk.tokens)
+        document = self._builder.chunk(
+            self._index, chunk, delta=delta, finish_reason=finish_reason, offsets=self._offsets
+        )
+        if self._builder.continuous_usage:
+            document["usage"] = token_counts(self._prompt_tokens, self._output_tokens)
+        return document
 
 
 def _mean_logprob(completion: Completion) -> float:
@@ -184,6 +193,15 @@ def _finish_reason(completion: Completion, parser: OutputParser) -> str:
     return str(completion.finish_reason)
 
 
+def token_counts(prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+    """Return the fields that every `usage` object has."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+    }
+
+
 def usage(completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
     """Return the `usage` object. A prompt counts once for all of its completions."""
     completions_per_prompt = len(completions) // num_prompts
@@ -193,10 +211,7 @@ def usage(completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]
     output_tokens = sum(len(completion.token_ids) for completion in completions)
     stats = reduce(add, (completion.stats for completion in completions), Stats())
     passes = stats.passes
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": output_tokens,
-        "total_tokens": prompt_tokens + output_tokens,
+    return token_counts(prompt_tokens, output_tokens) | {
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "speculation": {
             "target_passes": passes,

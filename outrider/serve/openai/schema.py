@@ -31,6 +31,9 @@ class StreamOptions(ForeignStreamOptions):
     """Options of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(
+        False, description="Extension of vLLM. With include_usage, each chunk has the usage of its completion so far."
+    )
     include_tokens: bool = Field(
         False, description="Extension. Report for each token whether it is an accepted draft token."
     )
