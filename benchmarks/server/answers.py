@@ -69,7 +69,7 @@ def read_stream(raw: bytes, *, cut: bool) -> Answer:
     *events, rest = raw.decode(errors="replace").split("\n\n")
     answer = Answer()
     for number, event in enumerate(events):
-        head, _, data = event.rpartition("data: ")
+        head, _, data = event.partition("data: ")
         name = "[DONE]" if data == "[DONE]" else head.strip().removeprefix("event: ")
         document = {} if name == "[DONE]" else json.loads(data)
         if name == "error" or document.get("error") or document.pop("sequence_number", number) != number:

@@ -516,11 +516,11 @@ async def _merge_streams(streams: Sequence[RequestStream]) -> AsyncIterator[tupl
 
 def _chunk_events(builder: ChunkBuilder, chunks: Sequence[StreamChunk], writer: EventWriter, log_entry: Entry) -> str:
     """Return the events of some chunks of a completion. The last one may be an error."""
-    events = []
+    events: list[str] = []
     for chunk in chunks:
         log_entry.add_tokens(len(chunk.tokens))
         if chunk.text or not chunk.error:
-            events.append(writer.chunk(builder.build(chunk)))
+            events += map(writer.chunk, builder.build(chunk))
         if chunk.error:
             events.append(writer.error(error_response(chunk.error, kind="server_error")))
     return "".join(events)

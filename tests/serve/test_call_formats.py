@@ -76,12 +76,12 @@ def parse(format, parts):
     content = ""
     calls = {}
     for i, part in enumerate(parts, 1):
-        delta = parser.add_text(part, last=i == len(parts))
-        content += delta.get("content", "")
-        for each in delta.get("tool_calls", ()):
-            call = calls.setdefault(each["index"], {"arguments": ""})
-            call["name"] = each["function"].get("name", call.get("name"))
-            call["arguments"] += each["function"]["arguments"]
+        for delta in parser.add_text(part, last=i == len(parts)):
+            content += delta.get("content", "")
+            for each in delta.get("tool_calls", ()):
+                call = calls.setdefault(each["index"], {"arguments": ""})
+                call["name"] = each["function"].get("name", call.get("name"))
+                call["arguments"] += each["function"]["arguments"]
     streamed = [(call["name"], call["arguments"]) for call in calls.values()]
     assert streamed == [(call.name, call.arguments) for call in parser.calls]
     return content, streamed

@@ -7,8 +7,8 @@ import openai
 import pytest
 
 from outrider.serve.anthropic.writer import MessageWriter
-from outrider.serve.items.writer import ItemWriter
-from outrider.serve.openai.blocks import Kind
+from outrider.serve.openai.call_formats import HERMES
+from outrider.serve.openai.tool_calls import ToolCallParser
 from tests.helpers.scripted import base_llm, scripted_llm
 from tests.helpers.serving import serving
 
@@ -192,14 +192,14 @@ def test_an_error_of_a_response_names_the_field(client, param, fields):
     assert raised.value.param == param
 
 
-@pytest.mark.parametrize("writer", [ItemWriter({}), MessageWriter(1)])
-def test_text_behind_a_call_begins_a_block_after_the_rest_of_the_call(writer):
-    first = {"index": 0, "id": "call_0", "function": {"name": "now", "arguments": '{"in": '}}
-    rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
-    deltas = [{"tool_calls": [first]}, {"content": "Done.", "tool_calls": [rest]}]
-    for delta in deltas:
-        writer.chunk({"id": "1", "model": "m", "created": 0, "choices": [{"delta": delta, "finish_reason": None}]})
-    assert [(block.kind, block.text) for block in writer.blocks] == [
-        (Kind.CALL, '{"in": "Oslo"}'),
-        (Kind.TEXT, "Done."),
-    ]
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_blocks_are_in_the_order_of_the_text_however_it_is_divided(size):
+    call = '<tool_call>\n{"name": "now", "arguments": {"in": "Oslo"}}\n</tool_call>'
+    text = f"I look.{call}Done.{call}"
+    parser = ToolCallParser(HERMES)
+    writer = MessageWriter(1)
+    for begin in range(0, len(text), size):
+        for delta in parser.add_text(text[begin : begin + size], last=begin + size >= len(text)):
+            writer.chunk({"id": "1", "model": "m", "choices": [{"delta": delta, "finish_reason": None}]})
+    arguments = '{"in": "Oslo"}'
+    assert [block.text for block in writer.blocks] == ["I look.", arguments, "Done.", arguments]

@@ -48,11 +48,11 @@ def parse(form, parts):
     parser = OutputParser(form)
     parsed = {"reasoning_content": "", "content": "", "arguments": ""}
     for i, part in enumerate(parts, 1):
-        delta = parser.add_text(part, last=i == len(parts))
-        for call in delta.pop("tool_calls", ()):
-            parsed["arguments"] += call["function"]["arguments"]
-        for name, text in delta.items():
-            parsed[name] += text
+        for delta in parser.add_text(part, last=i == len(parts)):
+            for call in delta.pop("tool_calls", ()):
+                parsed["arguments"] += call["function"]["arguments"]
+            for name, text in delta.items():
+                parsed[name] += text
     return *parsed.values(), parser
 
 

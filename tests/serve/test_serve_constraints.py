@@ -253,9 +253,9 @@ TWO_CALLS = ONE_CALL + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_
 
 def test_text_that_starts_like_a_call_is_content():
     parser = ToolCallParser(HERMES)
-    assert parser.add_text("a <tool", last=False) == {"content": "a "}
-    assert parser.add_text("_box> <", last=False) == {"content": "<tool_box> "}
-    assert parser.add_text("", last=True) == {"content": "<"}
+    assert parser.add_text("a <tool", last=False) == [{"content": "a "}]
+    assert parser.add_text("_box> <", last=False) == [{"content": "<tool_box> "}]
+    assert parser.add_text("", last=True) == [{"content": "<"}]
     assert not parser.calls
 
 

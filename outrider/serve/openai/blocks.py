@@ -54,9 +54,6 @@ class Block:
     id: str = field(default_factory=lambda: uuid4().hex)
 
 
-_Part = tuple[Kind, str, Mapping[str, Any]]  # the kind, the new text and the call of a part of a delta
-
-
 class BlockWriter(EventWriter, ABC):
     """Writes a chat in the format of an API whose answers are blocks."""
 
@@ -77,8 +74,7 @@ class BlockWriter(EventWriter, ABC):
             self.head = document
             events += self.start()
         for choice in document["choices"]:
-            # The rest of the last call comes before the text behind it, which may be in the same delta.
-            for kind, text, call in sorted(_parts(choice["delta"]), key=self._begins_block):
+            for kind, text, call in _parts(choice["delta"]):
                 events += self._add(kind, text, call)
             self.finish_reason = choice["finish_reason"] or self.finish_reason
             self.stop_string = choice.get("stop_reason", self.stop_string)
@@ -99,11 +95,6 @@ class BlockWriter(EventWriter, ABC):
     def write(self, event: _Event) -> str:
         """Return an event with its type as its name."""
         return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
-
-    def _begins_block(self, part: _Part) -> bool:
-        """Return whether a part is no continuation of the last call."""
-        kind, _, call = part
-        return kind is not Kind.CALL or call["index"] > self._call
 
     def _add(self, kind: Kind, text: str, call: Mapping[str, Any]) -> Iterable[_Event]:
         events: list[_Event] = []
@@ -149,7 +140,7 @@ class BlockWriter(EventWriter, ABC):
         """Return the whole response."""
 
 
-def _parts(delta: Mapping[str, Any]) -> Iterable[_Part]:
+def _parts(delta: Mapping[str, Any]) -> Iterable[tuple[Kind, str, Mapping[str, Any]]]:
     """Yield the kind, the new text and the call of each part of a delta, or of a whole message."""
     if thought := delta.get("reasoning_content"):
         yield Kind.REASONING, thought, {}

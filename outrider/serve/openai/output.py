@@ -38,15 +38,22 @@ class OutputParser:
         """The calls so far."""
         return self._calls.calls if self._calls else []
 
-    def add_text(self, text: str, *, last: bool) -> dict[str, Any]:
-        """Add text and return the `delta` of a stream: reasoning_content, content, tool_calls, or some of them."""
-        delta: dict[str, Any] = {}
+    def add_text(self, text: str, *, last: bool) -> list[dict[str, Any]]:
+        """Add text and return the deltas of a stream, in order.
+
+        Each has reasoning_content, then content, and then tool_calls, or some of them.
+        """
+        first: dict[str, Any] = {}
         if self._reasoning:
             thought, text = self._reasoning.add_text(text, last=last)
-            delta = {"reasoning_content": thought} if thought else {}
+            first = {"reasoning_content": thought} if thought else {}
         if self._calls:
-            return delta | self._calls.add_text(text, last=last)
-        return delta | ({"content": text} if text else {})
+            deltas = self._calls.add_text(text, last=last)
+        else:
+            deltas = [{"content": text}] if text else []
+        if first:
+            deltas[:1] = [first | (deltas[0] if deltas else {})]
+        return deltas
 
     def reasoning_tokens(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
         """Return how many of the tokens of the text are reasoning, after the last piece."""

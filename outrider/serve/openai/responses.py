@@ -84,6 +84,11 @@ class ResponseBuilder:
             choice["speculation"] = self._speculation(chunk)
         return self._head(is_chunk=True) | {"choices": [choice]}
 
+    def delta_chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        """Return a stream chunk with a part of a message alone. The next chunk of the completion has its tokens."""
+        choice = {"index": index, "finish_reason": None, "logprobs": None, "delta": delta}
+        return self._head(is_chunk=True) | {"choices": [choice]}
+
     def _speculation(self, chunk: StreamChunk) -> dict[str, Any]:
         speculation: dict[str, Any] = {"tokens": chunk.token_texts, "from_draft": chunk.from_draft}
         if drafts := chunk.drafts:
@@ -138,12 +143,15 @@ class ResponseBuilder:
             choice["weight_versions"] = list(map(list, completion.weight_versions))
         if not self.chat:
             return choice | {"text": (echo.text if echo else "") + completion.text}
-        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        content = None if self.form else completion.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if completion.stop_string:
             choice["stop_reason"] = completion.stop_string
         if self.form:
             parser = OutputParser(self.form)
-            message |= {"content": None} | parser.add_text(completion.text, last=True)
+            deltas = parser.add_text(completion.text, last=True)
+            for name in ("reasoning_content", "content"):
+                message |= {name: text} if (text := "".join(delta.get(name, "") for delta in deltas)) else {}
             choice["finish_reason"] = _finish_reason(completion, parser)
             if parser.calls:
                 message["tool_calls"] = [call.to_openai() for call in parser.calls]
@@ -162,23 +170,23 @@ class ChunkBuilder:
         self._prompt_tokens = len(request.prompt_token_ids) + len(request.source_token_ids)
         self._output_tokens = 0
 
-    def build(self, chunk: StreamChunk) -> dict[str, Any]:
-        """Return the stream chunk for what the engine has added."""
+    def build(self, chunk: StreamChunk) -> list[dict[str, Any]]:
+        """Return the stream chunks for what the engine has added: one, and one more for each text behind a call."""
         finish_reason = str(chunk.completion.finish_reason) if chunk.completion else None
-        delta: dict[str, Any] = {"content": chunk.text}
+        deltas: list[dict[str, Any]] = [{"content": chunk.text}]
         if self._parser:
-            delta = self._parser.add_text(chunk.text, last=chunk.completion is not None)
+            deltas = self._parser.add_text(chunk.text, last=chunk.completion is not None) or [{}]
             finish_reason = _finish_reason(chunk.completion, self._parser) if chunk.completion else None
         if not self._started:
-            delta = {"role": "assistant", "content": None if self._parser else ""} | delta
+            deltas[0] = {"role": "assistant", "content": None if self._parser else ""} | deltas[0]
             self._started = True
         self._output_tokens += len(chunk.tokens)
         document = self._builder.chunk(
-            self._index, chunk, delta=delta, finish_reason=finish_reason, offsets=self._offsets
+            self._index, chunk, delta=deltas[-1], finish_reason=finish_reason, offsets=self._offsets
         )
         if self._builder.continuous_usage:
             document["usage"] = token_counts(self._prompt_tokens, self._output_tokens)
-        return document
+        return [*(self._builder.delta_chunk(self._index, delta) for delta in deltas[:-1]), document]
 
 
 def _mean_logprob(completion: Completion) -> float:

@@ -80,19 +80,16 @@ class ToolCallParser:
         self._last = False
         self._parse = self._parse_start if format.at_start else self._parse_content
         self._json_end = JsonEnd()
-        self._content = ""  # this and the next: what `add_text` returns
-        self._call_deltas: dict[int, dict[str, Any]] = {}  # by index of the call
+        self._deltas: list[dict[str, Any]] = []  # what `add_text` returns
 
-    def add_text(self, text: str, *, last: bool) -> dict[str, Any]:
-        """Add text and return the `delta` of a stream: content, tool_calls, both or none."""
+    def add_text(self, text: str, *, last: bool) -> list[dict[str, Any]]:
+        """Add text and return the deltas of a stream, in order. Each has content, then tool_calls, or one of them."""
         self._buffer += text
         self._last = last
-        self._content = ""
-        self._call_deltas = {}
+        self._deltas = []
         while self._parse():
             pass
-        delta: dict[str, Any] = {"content": self._content} if self._content else {}
-        return delta | ({"tool_calls": list(self._call_deltas.values())} if self._call_deltas else {})
+        return self._deltas
 
     # Each of these parses one part, sets what parses the next one, and returns whether the buffer may hold more.
 
@@ -105,7 +102,7 @@ class ToolCallParser:
         return True
 
     def _parse_rest(self) -> bool:
-        self._content += self._buffer
+        self._add_content(self._buffer)
         self._buffer = ""
         return False
 
@@ -113,7 +110,7 @@ class ToolCallParser:
         trigger = self._format.trigger
         text, found, rest = self._buffer.partition(trigger)
         held = 0 if found or self._last else partial_marker_length(text, trigger)
-        self._content += text[: len(text) - held]
+        self._add_content(text[: len(text) - held])
         self._buffer = rest if found else text[len(text) - held :]
         if found:
             self._parse = self._parse_name
@@ -126,9 +123,8 @@ class ToolCallParser:
         call = ParsedCall(name=start.removeprefix(self._format.open))
         if self._format.short_ids:
             call.id = call.id[-9:]
-        index = len(self.calls)
+        self._call_deltas().append({"index": len(self.calls)} | call.to_openai())
         self.calls.append(call)
-        self._call_deltas[index] = {"index": index} | call.to_openai()
         self._buffer = rest
         self._json_end = JsonEnd()
         self._parse = self._parse_first if self._format.param else self._parse_arguments
@@ -187,12 +183,28 @@ class ToolCallParser:
         end = JsonEnd().find(self._buffer)
         return -1 if end is None else end
 
+    def _add_content(self, text: str) -> None:
+        if not text:
+            return
+        if not self._deltas or "tool_calls" in self._deltas[-1]:
+            self._deltas.append({"content": ""})
+        self._deltas[-1]["content"] += text
+
+    def _call_deltas(self) -> list[dict[str, Any]]:
+        """Return the deltas of calls behind the last content."""
+        if not self._deltas:
+            self._deltas.append({})
+        deltas: list[dict[str, Any]] = self._deltas[-1].setdefault("tool_calls", [])
+        return deltas
+
     def _add_arguments(self, text: str) -> None:
         if text:
             index = len(self.calls) - 1
             self.calls[index].arguments += text
-            delta = self._call_deltas.setdefault(index, {"index": index, "function": {"arguments": ""}})
-            delta["function"]["arguments"] += text
+            deltas = self._call_deltas()
+            if not deltas or deltas[-1]["index"] < index:
+                deltas.append({"index": index, "function": {"arguments": ""}})
+            deltas[-1]["function"]["arguments"] += text
 
     def _parse_arguments(self) -> bool:
         end = self._json_end.find(self._buffer)
