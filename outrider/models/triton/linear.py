@@ -192,13 +192,8 @@ def choose_tile(
         input_bytes: of an input.
     """
     if rows <= 16 or input_bytes == 4:
-        size = (
-            16
-            if outputs < 3072 or input_bytes == 4
-            else 64
-            if rows > 8 and outputs > 64 * _PROGRAMS and not shifted
-            else 32
-        )
+        size = 64 if rows > 8 and outputs > 64 * _PROGRAMS and not shifted else 32
+        size = 16 if outputs < 3072 or input_bytes == 4 else size
         return _staged(size, 8 if rows <= 8 or input_bytes == 4 else 16, 4, "parallel", bits, input_bytes)
     most_rows = 32 if shifted else min(256, triton.next_power_of_2(rows))
     sizes = [each for each in _WIDE[most_rows] if not grouped or each[0] <= 128]

@@ -7,7 +7,8 @@ namespace {
 // spreads a large number, so bytes lose less, and keeps dot products. `spread` in models/cache/paged.py does the same.
 const float* spread(const float* x, const float* offset, int dim, float* out) {
   const int part = dim & -dim;
-  for (int i = 0; i < dim; i++) out[i] = (offset ? x[i] - offset[i] : x[i]) / std::sqrt(float(part));
+  const float norm = std::sqrt(float(part));
+  for (int i = 0; i < dim; i++) out[i] = (offset ? x[i] - offset[i] : x[i]) / norm;
   for (int half = 1; half < part; half *= 2)
     for (int begin = 0; begin < dim; begin += 2 * half)
       for (int i = begin; i < begin + half; i++) {
