@@ -16,8 +16,6 @@ hand. Texts are then worse than those of a model that was trained for such conte
 this pair only. The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

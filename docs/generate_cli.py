@@ -1,7 +1,5 @@
 """Write docs/reference/cli/ from the options of `outrider`. With --check, exit 1 if a page is out of date."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

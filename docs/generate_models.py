@@ -3,8 +3,6 @@
 The page depends on the version of transformers, so --check does nothing with another version than the page names.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """A hook of mkdocs: links of CONTRIBUTING.md and CHANGELOG.md also work in the pages that include these files."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run the demo of the Makefile and put its output into README.md, between the demo marks."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

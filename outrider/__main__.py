@@ -1,7 +1,5 @@
 """`python -m outrider`."""
 
-from __future__ import annotations
-
 from outrider.cli.app import main
 
 if __name__ == "__main__":

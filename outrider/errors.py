@@ -1,7 +1,5 @@
 """The exceptions of Outrider. Each message says what is wrong and how to fix it."""
 
-from __future__ import annotations
-
 # Exceptions that the code of a model may raise if Outrider runs it in a way that its architecture does not allow.
 MODEL_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, NotImplementedError)
 

@@ -4,8 +4,6 @@ A proposer is a class with the members of `Proposer`. Its constructor takes a `P
 guide "Write your own proposer" builds one step by step, and `outrider.testing` checks it.
 """
 
-from __future__ import annotations
-
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.tree import chain, empty, one_hot_tree
 from outrider.core.types import Batch, Draft, DraftKind, Draw, Needs, Packed, Request, Round, Scores, SequenceState

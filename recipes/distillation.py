@@ -1,7 +1,5 @@
 """Distillation on the answers of a teacher: its texts, batches of them, and steps of an optimizer within a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter

@@ -1,7 +1,5 @@
 """Sizes of models on the command line, such as 8x384: layers and width."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

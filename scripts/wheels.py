@@ -8,8 +8,6 @@ the kernels load on systems that are older than this one. auditwheel names the t
 auditwheel, wheel and ziglang must be installed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Compile the Triton kernels of a pair ahead, many at the same time. One after the other they would take minutes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter

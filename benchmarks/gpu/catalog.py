@@ -27,8 +27,6 @@ A cell has the name GROUP:CELL. The cells of a group share one pair of models, w
 | gpu | the tests of `make test-gpu` |
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -11,8 +11,6 @@ others as they are. OUT.json is written after each, so a run that is cut short s
 page of it.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ that is not given is that of the preset, or without a preset that of the small m
 greedy outputs of the small model. The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cells of offline throughput: random prompts of one length that arrive together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 python benchmarks/gpu/page.py RESULTS.json > docs/explanation/results/gpu_cells.md
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

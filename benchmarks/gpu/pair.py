@@ -4,8 +4,6 @@ The models generate the text of the small pair at the cost of Llama 3 8B and 1B.
 without files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Cells that time single passes and kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any

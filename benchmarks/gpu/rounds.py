@@ -1,7 +1,5 @@
 """Cells that run whole rounds of the engine."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections.abc import Mapping, Sequence

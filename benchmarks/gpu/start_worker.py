@@ -1,7 +1,5 @@
 """Starts the process that runs cells. The process that watches it imports this, and so no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any

@@ -1,7 +1,5 @@
 """The cell that runs the tests of `make test-gpu`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

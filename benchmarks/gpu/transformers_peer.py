@@ -1,7 +1,5 @@
 """Runs the same prompts through `generate` of transformers."""
 
-from __future__ import annotations
-
 from time import perf_counter
 from typing import Any
 

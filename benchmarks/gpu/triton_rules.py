@@ -5,8 +5,6 @@ Each entry has microseconds by implementation, the seconds of the first Triton c
 sequences whose results differ.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A kernel that fails can leave the GPU unusable for its process, and one that nev
 process that starts this one watches it, and starts another one for the cells that are left.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import signal

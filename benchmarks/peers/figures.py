@@ -1,7 +1,5 @@
 """Computes the document and the table from samples."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median

@@ -6,8 +6,6 @@
 Prints a table and, as the last line of stdout, one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """A process of llama.cpp's `llama-server` that listens on a Unix socket."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A worker for llama.cpp: its `llama-server`, over a Unix socket."""
 
-from __future__ import annotations
-
 import atexit
 import http.client
 import shutil

@@ -1,7 +1,5 @@
 """A worker for llama.cpp in llama-cpp-python: `Llama.generate` alone, or with prompt lookup."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any

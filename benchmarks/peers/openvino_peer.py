@@ -1,7 +1,5 @@
 """A worker for OpenVINO GenAI: `LLMPipeline` alone, with a draft model, or with prompt lookup."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from time import perf_counter

@@ -1,7 +1,5 @@
 """A worker for Outrider itself: its Python API with the defaults."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Starts worker processes, sends them prompts, and ends them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

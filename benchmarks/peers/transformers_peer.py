@@ -1,7 +1,5 @@
 """A worker for transformers: `generate` alone, with assisted generation, or with prompt lookup."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any

@@ -1,7 +1,5 @@
 """A worker for vLLM: its engine in this process, alone, with a draft model, or with its n-gram proposer."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ many processors, n busy processes slow it down by 1 + n w / T if nothing but pro
 1024. The script prints the measured slowdown, and its ratio to this one.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

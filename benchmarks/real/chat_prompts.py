@@ -1,7 +1,5 @@
 """Write the prompts of a file for a base model as chat messages."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -7,8 +7,6 @@ mean of both plain runs. The control compares the plain runs with each other, wh
 default must not lose, so the lowest median is printed last. The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from dataclasses import replace

@@ -12,8 +12,6 @@ kernels multiply, and each of these files is compared. Where rows are no multipl
 output names the types of each file.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ llama.cpp has a program for this, `llama-quantize`. This script needs only the p
 float32. With a type of fewer than 8 bits, the embedding and the output layer are written as Q8_0.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from enum import StrEnum
 from pathlib import Path

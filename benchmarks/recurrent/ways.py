@@ -6,8 +6,6 @@ A round is one pass over E staged tokens and a commit of all but the last one. T
 of several rounds, in turns. The chosen way is that of `outrider.models.torch.recurrent`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -8,8 +8,6 @@ the ratio of its probabilities under the policy and under the blend. "biased" ha
 number of rollouts. The accuracy is that of the policy alone, sampled without a draft on held-out problems.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -9,8 +9,6 @@ the clock. On the native kernels the script also checks that all proposers give 
 JSON document.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

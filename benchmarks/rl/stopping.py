@@ -9,8 +9,6 @@ set. Each of the four combinations has its own engine. They generate the same pr
 speedup is the ratio of processor times. Stopping changes which answers are complete, so it is not exact.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import defaultdict

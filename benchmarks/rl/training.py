@@ -9,8 +9,6 @@ first proposer and with another one. On a machine with other work, use --process
 line of JSON per step and a table at the end.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -7,8 +7,6 @@ depends on other load.
     python benchmarks/scale/rank_overhead.py --target DIR
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ machine affects both. The result is the median of the ratios of neighboring meas
     python benchmarks/scale/server_overhead.py http://127.0.0.1:8000/v1 http://127.0.0.1:8001/v1
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

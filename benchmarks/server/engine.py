@@ -5,8 +5,6 @@ The command line is that of `outrider`. Each line of standard input is a JSON li
 because two processes would differ by more than the overhead of the server.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from queue import SimpleQueue

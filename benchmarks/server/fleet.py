@@ -14,8 +14,6 @@ the other programs. The CPU time says what the server would do on a core of its 
 Variants take turns; figures are medians over the rounds. The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Starts a server to measure in a separate process, and gives access to its engine."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

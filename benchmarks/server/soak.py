@@ -13,8 +13,6 @@ the native kernels the texts are equal in any precision. On torch, even in float
 The last line is one JSON document. The exit status is 1 if a check has failed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

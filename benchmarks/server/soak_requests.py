@@ -1,7 +1,5 @@
 """The requests of the soak test: chats, reasoning, tools, stop strings and completions, in each API."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

@@ -17,8 +17,6 @@ finds in our prefix cache what another one has put there. Start other servers wi
 one JSON document.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -7,8 +7,6 @@ random bytes with fixed scales: the weights have a standard deviation of 0.02. T
 merges as that of Llama 3, since a loader reads all of them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

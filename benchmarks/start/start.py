@@ -14,8 +14,6 @@ output. The memory is the largest sum of the peaks (VmHWM) of a process and its 
 starts of a round run in turns, after the files were read once. The table has medians. `import torch` bounds the rest.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

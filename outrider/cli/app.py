@@ -1,7 +1,5 @@
 """The commands of `outrider`. Each one imports what it needs when it runs, so --help is fast."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json

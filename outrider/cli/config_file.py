@@ -3,8 +3,6 @@
 A file of settings is a JSON object with fields of `EngineConfig`, such as {"target": "DIR", "k": 4, "max_num_seqs": 8}.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path

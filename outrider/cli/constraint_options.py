@@ -1,7 +1,5 @@
 """The structured-output options of the command line."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The commands for drafts: `fit`, `train`, `inspect`, `convert`, `export`, `index` and `layers`."""
 
-from __future__ import annotations
-
 import json
 
 import typer

@@ -1,7 +1,5 @@
 """The environment variables of options, such as OUTRIDER_TARGET for --target."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Annotated, Any, get_args, get_origin
 

@@ -1,7 +1,5 @@
 """The commands of `outrider media`."""
 
-from __future__ import annotations
-
 import typer
 
 from outrider.cli.derive import spread

@@ -1,7 +1,5 @@
 """Print every mistake of a user as one line."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any, NoReturn
 

@@ -1,7 +1,5 @@
 """Options of `outrider run`, and of several commands."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Print completions as text for a person, and as a JSON document for a program."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import deque

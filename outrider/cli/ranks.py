@@ -1,7 +1,5 @@
 """Run a command in all ranks of tensor parallelism."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

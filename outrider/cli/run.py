@@ -1,7 +1,5 @@
 """The command `run`: read prompts and print their completions."""
 
-from __future__ import annotations
-
 import secrets
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The sampling options of the command line."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Annotated
 

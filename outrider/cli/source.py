@@ -1,7 +1,5 @@
 """The source of an encoder-decoder target: the options of `outrider run`, and how they are read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

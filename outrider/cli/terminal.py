@@ -1,7 +1,5 @@
 """A conversation on a terminal: what the user types, and what Ctrl-C does."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

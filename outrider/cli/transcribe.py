@@ -1,7 +1,5 @@
 """Transcripts of `outrider run`: which requests are transcripts, and how they are printed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from time import perf_counter

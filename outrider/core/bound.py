@@ -3,8 +3,6 @@
 A bound holds at each position, given the tokens before it. p is the target's distribution there.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

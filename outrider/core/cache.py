@@ -1,7 +1,5 @@
 """The `Cache` protocol, and the layout of one forward pass over a cache."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """Renders the chat templates of checkpoints as transformers does, in a sandbox."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

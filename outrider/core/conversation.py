@@ -1,7 +1,5 @@
 """Applies a chat template to a conversation, and finds the message that the template refuses or drops."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Build the chains of a draft model token by token, and stop them early."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """How tokens are sampled: the parameters and the random numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Give a tokenizer to llguidance, which compiles constraints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ its help is the docstring below the field. `Option` in `Annotated` adds what the
 field that is a record itself has its own options; `Shown` chooses some of them.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """What other packages add by the entry points outrider.proposers, outrider.verifiers and outrider.commands."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampling parameters of a request. They are validated when they are created."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The record of where a draft runs under tensor parallelism."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The `Planner` protocol, and a planner with a fixed draft length."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Read prompts from JSON Lines files, and tokenize them."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

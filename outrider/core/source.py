@@ -1,7 +1,5 @@
 """The source of an encoder-decoder model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reads the speculative configuration of vLLM and SGLang as a proposer and k."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple

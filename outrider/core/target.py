@@ -1,7 +1,5 @@
 """The `Target` protocol, its optional extensions, and greedy drafting by repeated scoring."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 

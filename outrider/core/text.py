@@ -1,7 +1,5 @@
 """Incremental detokenization with stop strings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 

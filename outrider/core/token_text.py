@@ -1,7 +1,5 @@
 """Find the bytes that each token spells, and tokenize texts by them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

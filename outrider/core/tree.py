@@ -1,7 +1,5 @@
 """Build draft trees as tensors, cut them, and compute ancestors and depths."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Statistics of an engine: all rounds, the rounds as the planner sees them, and each alternative proposer."""
 
-from __future__ import annotations
-
 from outrider.core.bound import Bound
 from outrider.core.stats import StatsAccumulator
 from outrider.core.types import Round

@@ -4,8 +4,6 @@ The grammar state at a node follows from the path to the node. Where a grammar a
 draft token with this value is always accepted and all others are always rejected.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Choose a proposer for a target for which the user named none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from outrider.errors import OutriderError

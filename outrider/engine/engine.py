@@ -1,7 +1,5 @@
 """The engine. `Engine.step` runs one round."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol

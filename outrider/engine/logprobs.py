@@ -1,7 +1,5 @@
 """Compute the log-probabilities of emitted tokens, for requests that ask for them."""
 
-from __future__ import annotations
-
 import torch
 
 from outrider.core.types import Round, TokenLogprobs

@@ -1,7 +1,5 @@
 """Limit the prompt tokens of a round, so that a long prompt does not delay decoding sequences."""
 
-from __future__ import annotations
-
 from outrider.errors import OutriderError
 
 _MIN_TOKENS = 16  # prompt tokens of a round, even if it then takes longer than the limit

@@ -1,7 +1,5 @@
 """The scheduler decides which sequences run, which tokens they feed, and when they are done."""
 
-from __future__ import annotations
-
 import heapq
 from bisect import insort
 from operator import attrgetter

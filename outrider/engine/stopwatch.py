@@ -5,8 +5,6 @@ launch. The work itself is waited for where the host reads the result, and would
 the queue of the device: the device notes the time when it gets there.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol

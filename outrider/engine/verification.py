@@ -1,7 +1,5 @@
 """Verify the draft of a round: from the logits of the target to the accepted tokens on the host."""
 
-from __future__ import annotations
-
 import torch
 
 from outrider.core.types import Batch, Round, Scores

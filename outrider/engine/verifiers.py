@@ -1,7 +1,5 @@
 """Find a verifier by name, or the best one for a proposer."""
 
-from __future__ import annotations
-
 import torch
 
 from outrider.core.packages import added, load_added

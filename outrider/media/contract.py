@@ -4,8 +4,6 @@ The protocols are the same for video and audio. A block is a latent of a fixed s
 frames of a video, or samples of a recording. The scorer gives one score for each unit of content: a frame, or a window.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable

@@ -1,7 +1,5 @@
 """Write files atomically, and check in advance whether files and folders can be written."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

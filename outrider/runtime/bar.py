@@ -1,7 +1,5 @@
 """Stages of work on a console: a bar on a terminal, and a few lines elsewhere."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """How a C++ compiler is installed on this system."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Collect items in groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Settings of the memory allocator of glibc."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -1,7 +1,5 @@
 """Thread counts, and the facts that a benchmark reports: hardware, versions and commit."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

@@ -1,7 +1,5 @@
 """The processes that torchrun starts."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

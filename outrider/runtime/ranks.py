@@ -5,8 +5,6 @@ on input is taken from rank 0 (`share`), so that all ranks make the same decisio
 the ranks compare what they have emitted (`agree`).
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -3,8 +3,6 @@
 A meta kernel computes the shape of a result for tensors without memory. The shapes of operations in C++ need none.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Notice that another process has died or stopped, also while this one waits for it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import suppress

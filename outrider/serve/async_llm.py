@@ -1,7 +1,5 @@
 """Runs the engine in its own thread, behind an asyncio interface."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque

@@ -1,7 +1,5 @@
 """Errors of the server that are no mistake of a client."""
 
-from __future__ import annotations
-
 from outrider.errors import OutriderError
 
 

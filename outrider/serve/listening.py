@@ -1,7 +1,5 @@
 """Where the server listens: its sockets, its certificate and its base URL."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 from collections.abc import Sequence

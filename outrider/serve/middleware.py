@@ -1,7 +1,5 @@
 """ASGI middleware that checks API keys and the size of request bodies."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import ceil
 

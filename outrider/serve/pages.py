@@ -1,7 +1,5 @@
 """The pages of the server in a browser: the chat at / and the API at /docs. They need no internet and no API key."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType

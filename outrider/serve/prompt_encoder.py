@@ -1,7 +1,5 @@
 """Encodes prompts. Long prompts are encoded in a thread, beside the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The server on several ranks: rank 0 has the HTTP server, and the other ranks repeat what its engine does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from signal import SIG_IGN, SIGINT, SIGTERM, signal
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The options of `outrider serve`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from re import fullmatch
 from typing import Annotated

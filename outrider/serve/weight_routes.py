@@ -1,7 +1,5 @@
 """Routes that change the weights of a running server, with the names of vLLM. They are off by default."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal
 

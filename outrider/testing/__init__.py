@@ -1,7 +1,5 @@
 """The public conformance suite for proposers, caches and verifiers."""
 
-from __future__ import annotations
-
 from outrider.testing.bounds import check_bound
 from outrider.testing.drive import ConformanceError, random_tree
 from outrider.testing.enumeration import Instance, prove

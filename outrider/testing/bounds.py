@@ -4,8 +4,6 @@ The distances are between a distribution of emitted tokens and p, both [N, V]. E
 with this distribution can promise, so a rule that keeps its bound has a distance below it on every instance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Helpers of the conformance suite: random drafts, rounds built by hand, and runs of a proposer with a toy target."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each check runs an implementation with random requests and rounds. It raises `Co
 the violated requirement. An implementation that passes can be used in an engine.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A tiny target for tests. Its distribution is a table over the last two tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

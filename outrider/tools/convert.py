@@ -1,7 +1,5 @@
 """The command `convert`: write a draft head in another format."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

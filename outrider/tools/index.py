@@ -1,7 +1,5 @@
 """The command `index`: build a datastore from files, for the proposer `retrieval`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

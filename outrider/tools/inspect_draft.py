@@ -1,7 +1,5 @@
 """The command `inspect`: describe a draft head, and check it against its target."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ rounds with all draft lengths. Layers are removed greedily (Zhang et al. 2023 us
 figures are from prompts that the search does not use.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

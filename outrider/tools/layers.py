@@ -1,7 +1,5 @@
 """The command `layers`: find the layers that a target can skip when it drafts for itself."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The options of the tools for drafts: `inspect`, `convert`, `export`, `index` and `layers`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Lossy verification rules. They change the output distribution and are used only when chosen by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Helpers of the verification rules: draft distributions, acceptable nodes, and verdicts from accepted paths."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -5,8 +5,6 @@
 The same command goes on from the checkpoint, with the tokens that it would have sampled without the interruption.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Sums of two numbers as problems, and their reward."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -4,8 +4,6 @@ pip install "outrider[rl]"
 python -m recipes.arithmetic.with_trl --steps 30 --out adder-trl
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

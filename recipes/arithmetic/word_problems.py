@@ -1,7 +1,5 @@
 """Word problems with several steps, in the words that the embedded models were trained on, and their reward."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A window is shorter than a pattern. A chirp on do and one on re have most of the
 may be a window of the other. A scorer that is told otherwise can never be sure of either.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch

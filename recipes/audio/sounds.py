@@ -1,7 +1,5 @@
 """Makes the training sounds: notes and chirps, as a caption says."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -3,8 +3,6 @@
 python -m recipes.audio.train --out audio
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

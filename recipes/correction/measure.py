@@ -3,8 +3,6 @@
 python -m recipes.correction.measure PAIR
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Makes pairs of a text with typing errors and the text without them, from a folder of text files."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 python -m recipes.correction.train TEXTS --out PAIR
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

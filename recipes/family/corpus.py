@@ -1,7 +1,5 @@
 """Reads a folder of text files, divides them into training and validation documents, and tokenizes them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m recipes.family.prompts TEXTS --out prompts.jsonl
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 python -m recipes.family.train TEXTS --out FAMILY
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

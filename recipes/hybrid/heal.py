@@ -3,8 +3,6 @@
 python -m recipes.hybrid.heal HYBRID --data prompts.jsonl --out healed
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The hybrid: a Bamba model whose attention layers, MLPs, norms and tables are those of a Llama model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 python -m recipes.hybrid.train --data prompts.jsonl --out hybrid
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

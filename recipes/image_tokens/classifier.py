@@ -1,7 +1,5 @@
 """A small classifier of the images: which size, color and shape it sees."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

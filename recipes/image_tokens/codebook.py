@@ -1,7 +1,5 @@
 """Image tokens: the index of the nearest entry of a codebook for each patch of an image (vector quantization)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

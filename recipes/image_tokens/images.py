@@ -1,7 +1,5 @@
 """Captioned images of 32x32 pixels: a colored shape on a shaded, noisy background."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import NamedTuple
 

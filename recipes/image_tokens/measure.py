@@ -3,8 +3,6 @@
 python -m recipes.image_tokens.measure images
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -3,8 +3,6 @@
 python -m recipes.image_tokens.train --out images
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The training data of generators and scorers."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

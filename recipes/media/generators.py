@@ -1,7 +1,5 @@
 """Trains targets and drafters with teacher forcing: each noisy block attends to the clean blocks before it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Trains a module for a number of steps. An interrupted training continues where it was saved."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

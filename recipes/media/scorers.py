@@ -1,7 +1,5 @@
 """Trains the models that score content: true pairs against wrong captions and damaged content."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple

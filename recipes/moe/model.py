@@ -4,8 +4,6 @@ Its experts start as parts of the dense MLPs (sparse upcycling, Komatsuzaki et a
 clustered, and an expert takes the channels that matter most for one cluster (MoEfication, Zhang et al. 2022).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """How a mixture of experts uses its experts, and the loss that keeps all of them in use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

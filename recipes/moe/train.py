@@ -3,8 +3,6 @@
 python -m recipes.moe.train --data prompts.jsonl --out moe
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

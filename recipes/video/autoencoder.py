@@ -1,7 +1,5 @@
 """Trains the autoencoder, and encodes the training videos."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Trains the models that score frames."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

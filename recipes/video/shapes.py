@@ -1,7 +1,5 @@
 """Draws the training videos: a shape moves on a background, as a caption says."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -4,8 +4,6 @@ A model is its packed weights, tokens, and the logits that the kernels of this m
 the same on every machine.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 import sys

@@ -1,7 +1,5 @@
 """Options are derived from the fields of settings records."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import MISSING, dataclass, fields
 from functools import cache, wraps

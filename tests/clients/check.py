@@ -3,8 +3,6 @@
 FOLDER has the tokenizer of the model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The speculative configuration of vLLM and SGLang, and what other packages add."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import EntryPoint
 

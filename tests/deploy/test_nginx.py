@@ -1,7 +1,5 @@
 """The configuration of nginx in docs/how-to/deploy.md, in a real nginx before a server of the test."""
 
-from __future__ import annotations
-
 import queue
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Tests of the statistics of an engine: each prompt is counted whole, and once."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.core.params import SamplingParams

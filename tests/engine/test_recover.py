@@ -1,7 +1,5 @@
 """Tests of `Engine.recover`: only the sequence that causes an error ends with it."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Small models for the tests: generators of numbers whose outputs are easy to predict, and tiny random networks."""
 
-from __future__ import annotations
-
 import torch
 
 from outrider.media.models.config import AutoencoderConfig, GeneratorConfig, ScorerConfig, VideoConfig

@@ -1,7 +1,5 @@
 """The pages that walk through the code name files, classes and functions that exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ MOMENT is `joining` (before the process group exists), `load` (while the model i
 middle of the target's pass of a request). HOW is `killed` or `error`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ torchrun or another launcher may start the ranks. Without one, this program fork
 longer than the cases.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

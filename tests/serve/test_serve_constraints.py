@@ -1,7 +1,5 @@
 """Tests of structured output and function calls, with the official OpenAI client."""
 
-from __future__ import annotations
-
 import json
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Tests of the metrics, the drift alarm and the Grafana dashboard."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of sampled outputs of the whole engine: a G-test of the first four tokens against the exact distribution."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

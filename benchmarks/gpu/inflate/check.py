@@ -1,7 +1,5 @@
 """Compares the logits of two models over the same texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

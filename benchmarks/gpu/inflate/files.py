@@ -1,7 +1,5 @@
 """Inflates the model of one folder into another folder, weight by weight."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence

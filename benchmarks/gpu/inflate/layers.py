@@ -1,7 +1,5 @@
 """Builds the weights of an inflated model, one at a time, from those of the small model."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence

@@ -28,8 +28,6 @@ output weights of the last neuron of an added layer if their number is odd. Only
 channel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

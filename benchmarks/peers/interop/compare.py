@@ -7,8 +7,6 @@ command. Prints a table and, as the last line of stdout, one JSON document. The 
 lengths of a draft differ by more than --tolerance, and 2 if vLLM cannot run one. In that case stderr has its messages.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

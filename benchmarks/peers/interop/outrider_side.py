@@ -1,7 +1,5 @@
 """Runs the prompts in Outrider and counts rounds and accepted tokens as vLLM does."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

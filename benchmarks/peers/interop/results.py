@@ -1,7 +1,5 @@
 """Compares the results of both engines for a draft: by category, overall, and for prompts with equal completions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ MTP module in the checkpoint of the target. Prints one line, and one JSON docume
 code is 1 if the mean acceptance lengths differ by more than --tolerance, and 2 if they cannot be compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -3,8 +3,6 @@
 Standard input has the request as one line of JSON. The answer is one line of JSON on standard output.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

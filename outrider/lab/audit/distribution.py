@@ -1,7 +1,5 @@
 """The distribution test: compare counts of the first sampled tokens with their exact joint distribution."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

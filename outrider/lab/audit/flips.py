@@ -1,7 +1,5 @@
 """The flip test: count how often rounding swaps near-equal tokens, in the precision that users run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial

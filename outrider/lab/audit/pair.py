@@ -1,7 +1,5 @@
 """Run a target in one precision, with plain decoding or with speculation, any verifier and any k."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

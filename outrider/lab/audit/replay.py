@@ -1,7 +1,5 @@
 """The replay test: compare speculation with plain decoding token by token, and explain differences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """Run an audit: the replay, distribution and flip tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter

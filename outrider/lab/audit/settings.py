@@ -1,7 +1,5 @@
 """The options of `outrider audit`, besides those for a server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

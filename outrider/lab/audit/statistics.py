@@ -1,7 +1,5 @@
 """Statistical tests of the audit: a G-test of counts, and confidence intervals of rates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Measures the time of forward passes, from which the planner computes what a round costs."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Measures the speed of an engine whose draft costs nothing: recorded outputs, at chosen acceptances."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any

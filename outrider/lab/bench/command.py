@@ -1,7 +1,5 @@
 """The command `outrider bench`: run a measurement, print it, and write its report."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from rich.console import Console

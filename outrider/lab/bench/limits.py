@@ -1,7 +1,5 @@
 """The speed limit that memory bandwidth and arithmetic set, and the share of it that each measurement reached."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The bytes that a pass reads, and the arithmetic for a token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measures the peak rates of this machine: memory reads and matrix products."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The results of a benchmark."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs a benchmark."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Measures how the time of a pass falls with the number of CPU threads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any

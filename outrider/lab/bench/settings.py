@@ -1,7 +1,5 @@
 """Settings of a benchmark, checked before any model is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any

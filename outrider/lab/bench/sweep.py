@@ -1,7 +1,5 @@
 """The conditions of a sweep: one axis varies at a time, and the other axes keep their first value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any

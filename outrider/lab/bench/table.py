@@ -1,7 +1,5 @@
 """Prints the results of a benchmark as tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console

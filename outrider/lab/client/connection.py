@@ -1,7 +1,5 @@
 """Sends HTTP requests over kept connections. If an idle connection was closed, its next request is sent again."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """How commands reach a server of OpenAI's API."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

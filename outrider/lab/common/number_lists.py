@@ -1,7 +1,5 @@
 """Parse lists and ranges of numbers of the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Makes records from JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from types import NoneType, UnionType

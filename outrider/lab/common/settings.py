@@ -1,7 +1,5 @@
 """Options of the commands that measure the answers to prompts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

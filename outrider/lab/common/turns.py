@@ -1,7 +1,5 @@
 """Runs variants over batches of prompts in turns, so that a drift of the machine affects all of them equally."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

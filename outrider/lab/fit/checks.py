@@ -1,7 +1,5 @@
 """Checks of memory and disk before anything is loaded."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

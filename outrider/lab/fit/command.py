@@ -1,7 +1,5 @@
 """The command `outrider fit`, as a terminal shows it."""
 
-from __future__ import annotations
-
 import typer
 from rich.console import Console
 

@@ -1,7 +1,5 @@
 """What each draft model of a fit costs and gains, with each kind of weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from shlex import quote

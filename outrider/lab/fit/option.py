@@ -1,7 +1,5 @@
 """One way to decode, as the answer of a fit shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

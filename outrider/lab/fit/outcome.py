@@ -3,8 +3,6 @@
 Pure functions of the results, so that tests can make them up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property

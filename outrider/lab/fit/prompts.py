@@ -1,7 +1,5 @@
 """Split the user's prompts into those to train on and those to measure on, and write both parts as files."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

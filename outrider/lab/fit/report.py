@@ -1,7 +1,5 @@
 """Print the outcome of a fit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.console import Console

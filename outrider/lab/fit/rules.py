@@ -1,7 +1,5 @@
 """Decisions of a fit, as functions of sizes and measured figures."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

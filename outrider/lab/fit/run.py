@@ -1,7 +1,5 @@
 """Run a fit: the stages in order, the results of finished stages from the state, and the configuration at the end."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

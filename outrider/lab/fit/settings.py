@@ -1,7 +1,5 @@
 """The options of `outrider fit`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any

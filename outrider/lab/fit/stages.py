@@ -1,7 +1,5 @@
 """The stages of a fit: measure, train, certify. Each one returns a result for JSON."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

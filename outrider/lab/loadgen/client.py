@@ -1,7 +1,5 @@
 """Sends requests to a server and records when the chunks of each response arrive."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence

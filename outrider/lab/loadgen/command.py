@@ -1,7 +1,5 @@
 """The command `outrider load`."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Compares two servers: the same requests to both, in turns, and one table with the results."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

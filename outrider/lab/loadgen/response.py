@@ -1,7 +1,5 @@
 """Records the response to a request, and computes latencies from the arrival times of its chunks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field

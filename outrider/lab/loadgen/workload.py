@@ -1,7 +1,5 @@
 """Plans the requests of a load test from a seed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

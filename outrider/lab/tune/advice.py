@@ -3,8 +3,6 @@
 The functions are pure, so that every recommendation can be tested on made-up figures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil

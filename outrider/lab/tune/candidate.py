@@ -1,7 +1,5 @@
 """Compares a proposer and a draft length with plain decoding at several temperatures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass

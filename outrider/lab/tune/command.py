@@ -1,7 +1,5 @@
 """The command `outrider tune`: a measurement of models, or of a running server."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

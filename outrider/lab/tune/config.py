@@ -1,7 +1,5 @@
 """Writes the recommendation as settings, and reads them for `--config` of other commands."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Collection, Mapping

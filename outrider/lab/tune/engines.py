@@ -4,8 +4,6 @@ The names are those of vLLM 0.33 (`--speculative-config`), SGLang 0.5.23 (`--spe
 2026 (`--spec-*`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

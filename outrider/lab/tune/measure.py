@@ -1,7 +1,5 @@
 """Runs all variants over every prompt batch in turns, with one loaded target."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs `outrider tune`: measures, recommends, and builds the document."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace

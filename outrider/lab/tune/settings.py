@@ -1,7 +1,5 @@
 """Settings of `outrider tune`, checked before any model is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated

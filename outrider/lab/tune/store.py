@@ -1,7 +1,5 @@
 """A file with the runs of a measurement that is not finished. The same command resumes from it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Prints the figures and the recommendation of `outrider tune`."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.table import Table
 

@@ -1,7 +1,5 @@
 """Writes the recommendation as sentences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from shlex import quote
 

@@ -1,7 +1,5 @@
 """Watches whether drafts are still accepted as often as when the threshold was chosen."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 

@@ -1,7 +1,5 @@
 """Chooses the threshold of a quality gate for a wanted quality."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The command `outrider media bench`: speed against quality, with the controls of the gate."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time

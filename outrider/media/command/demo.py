@@ -1,7 +1,5 @@
 """The command `outrider media demo`: one video or sound made by the target, by the drafter, and by both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console

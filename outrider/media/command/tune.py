@@ -1,7 +1,5 @@
 """The command `outrider media tune`: choose a threshold for a wanted quality."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from rich.console import Console

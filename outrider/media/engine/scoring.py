@@ -1,7 +1,5 @@
 """Asks a scorer for scores. Whatever goes wrong rejects the draft instead of ending the run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """A block generator with its cache and the clean blocks that it has not committed yet."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from outrider.errors import OutriderError

@@ -1,7 +1,5 @@
 """The controls of a quality gate: other aggregates, chance, the first block alone, and fixed places."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

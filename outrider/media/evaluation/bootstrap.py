@@ -1,7 +1,5 @@
 """Confidence intervals by the bootstrap (Efron 1979)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

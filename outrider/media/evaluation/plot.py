@@ -1,7 +1,5 @@
 """Draws speed against quality."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Turns trials into the figures of a table: quality and speed as shares of target-only's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median

@@ -1,7 +1,5 @@
 """Prints the figures of routers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.table import Table

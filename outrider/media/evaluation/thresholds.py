@@ -1,7 +1,5 @@
 """Thresholds worth trying: those that would reject given shares of the drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Runs routers over prompts in turns, so that drift of the machine affects all of them equally."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

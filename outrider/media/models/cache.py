@@ -1,7 +1,5 @@
 """The KV cache of the past blocks of an output."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The captions that the included video models understand, and their words as numbers."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import astuple, dataclass, fields
 

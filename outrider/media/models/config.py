@@ -1,7 +1,5 @@
 """The sizes of the included models, as config.json holds them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from outrider.media.models import captions

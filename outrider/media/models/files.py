@@ -1,7 +1,5 @@
 """The files of a set of models: config.json, and a safetensors file for each network."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A block transformer as a `BlockGenerator`: a few passes generate a block, and one pass commits a clean block."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Captions of a fixed form: one word for each slot, and their words as numbers."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

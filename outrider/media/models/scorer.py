@@ -4,8 +4,6 @@ The models are trained with a sigmoid for each pair, as in SigLIP
 (https://arxiv.org/abs/2303.15343).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Loads the folder of a set of video or audio models, and writes that of video models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ clean block from a noisy one. The layers are modulated by the noise level, as in
 as in PixArt (https://arxiv.org/abs/2310.00426).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

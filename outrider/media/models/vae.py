@@ -1,7 +1,5 @@
 """An autoencoder of frames whose decoder streams: it keeps the last frames' features and decodes block after block."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

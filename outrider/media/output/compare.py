@@ -1,7 +1,5 @@
 """Draws several outputs side by side. The border of each block has the color of who made it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

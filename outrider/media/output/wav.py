@@ -1,7 +1,5 @@
 """Writes samples as a WAV file."""
 
-from __future__ import annotations
-
 import wave
 from pathlib import Path
 

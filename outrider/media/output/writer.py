@@ -1,7 +1,5 @@
 """Writes frames as an mp4 file, or as a gif where no encoder is installed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Accepts drafts whose score reaches a threshold, as in SDVG (https://arxiv.org/abs/2604.17397)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Routers that need no score: they fix in advance which blocks the target makes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 

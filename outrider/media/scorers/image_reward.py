@@ -1,7 +1,5 @@
 """ImageReward (https://arxiv.org/abs/2304.05977) as a scorer of frames. The package `image-reward` is not required."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Self-attention of Wan over cached blocks, as a processor of diffusers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wan's autoencoder as a streaming decoder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

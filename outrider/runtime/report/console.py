@@ -1,7 +1,5 @@
 """Prints the results of a command: tables, then one JSON document as the last line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

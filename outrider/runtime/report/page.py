@@ -1,7 +1,5 @@
 """Writes what a command prints as one HTML page, without scripts or external resources."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prefill and decode on separate devices: waiting for a prefill, moving the KV cache, and the ratio of the devices."""
 
-from __future__ import annotations
-
 from outrider.errors import OutriderError
 
 

@@ -1,7 +1,5 @@
 """Estimate the speedup of speculation on any machine, with rooflines of its passes (Williams et al. 2009)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

@@ -1,7 +1,5 @@
 """How a model is spread over devices: tensor, pipeline and expert parallelism, and what their messages cost."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import TypedDict
 

@@ -1,7 +1,5 @@
 """The options of several devices: from text to a layout and a machine for the draft."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from outrider.errors import OutriderError

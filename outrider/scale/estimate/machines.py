@@ -1,7 +1,5 @@
 """Machines by name, with the figures of public datasheets. Arithmetic rates are dense, without sparsity."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType

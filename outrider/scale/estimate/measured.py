@@ -1,7 +1,5 @@
 """Read the measured acceptance from the output of `outrider bench`."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Get the size of a model from its configuration, or from a size such as 8B."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Drafting on its own device while the target verifies."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """A target with a proposer on a machine: the speedup of a round, and the batch from which it stops paying."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

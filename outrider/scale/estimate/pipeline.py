@@ -1,7 +1,5 @@
 """Pipelines over several devices: idle stages, uneven stages, and draft tokens that fill the stages."""
 
-from __future__ import annotations
-
 from math import ceil
 
 from outrider.errors import OutriderError

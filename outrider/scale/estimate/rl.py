@@ -4,8 +4,6 @@ A step generates rollouts and does other work: rewards, log-probabilities, train
 is the share of the generation in a step without speculation, and a is the speedup of the generation.
 """
 
-from __future__ import annotations
-
 import math
 
 from outrider.errors import OutriderError

@@ -1,7 +1,5 @@
 """Run a projection: from the options to the JSON document."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """The estimate of prefill and decode on separate devices, for the JSON document."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil

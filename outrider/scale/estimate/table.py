@@ -1,7 +1,5 @@
 """Print a projection as tables."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """Requests of a simulated fleet: at random times, in bursts, or from a recorded trace."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The command `outrider fleet`: from the options to the JSON document."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The cost model of a simulated replica: from a file, or that of `outrider project`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

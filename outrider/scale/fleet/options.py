@@ -1,7 +1,5 @@
 """The options of `outrider fleet`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated

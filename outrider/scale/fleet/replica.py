@@ -1,7 +1,5 @@
 """A simulated replica: continuous batching with the measured cost of its rounds."""
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict, deque
 from collections.abc import Generator

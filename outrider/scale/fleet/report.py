@@ -1,7 +1,5 @@
 """The results of a simulation: throughput, latencies, and the use of the replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any

@@ -1,7 +1,5 @@
 """Routers: which replica gets a request."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from outrider.errors import OutriderError

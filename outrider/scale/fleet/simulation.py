@@ -1,7 +1,5 @@
 """Runs a simulation of a fleet with SimPy."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How many tokens a simulated replica drafts: none, a fixed number, or by load."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

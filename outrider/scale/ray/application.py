@@ -1,7 +1,5 @@
 """The Ray Serve application: replicas of the engine behind one HTTP front."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """How many replicas there should be: by the requests that run and wait, and by tokens/s."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from time import monotonic
 from typing import Any

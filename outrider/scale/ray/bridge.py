@@ -1,7 +1,5 @@
 """Carry HTTP requests to an ASGI application in another process, and stream the response."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, MutableMapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Connect to a Ray cluster, or start Ray on this machine."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

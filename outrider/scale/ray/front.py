@@ -1,7 +1,5 @@
 """The HTTP front of the replicas: it forwards requests, and repeats those that a lost replica had not answered."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Sum the metrics of replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from prometheus_client import Metric, generate_latest

@@ -1,7 +1,5 @@
 """Import Ray, which is optional."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from outrider.errors import OutriderError

@@ -1,7 +1,5 @@
 """Find the replica that has most of a prompt in its KV cache."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence

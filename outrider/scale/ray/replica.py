@@ -1,7 +1,5 @@
 """A replica: one engine with the routes of `outrider serve`, without a port of its own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator, Mapping
 

@@ -1,7 +1,5 @@
 """Rollouts by several engines, each in a Ray actor, with one policy and one queue of samples."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence

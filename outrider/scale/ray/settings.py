@@ -1,7 +1,5 @@
 """The options of `outrider scale`, besides those of `outrider serve`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The options of `outrider train` for Ray Train."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

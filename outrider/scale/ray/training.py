@@ -1,7 +1,5 @@
 """Data-parallel training of drafts by Ray Train: `outrider train --ray-workers N`."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

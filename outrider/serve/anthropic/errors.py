@@ -1,7 +1,5 @@
 """Errors in the form of the API of their route."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

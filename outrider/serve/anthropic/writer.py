@@ -1,7 +1,5 @@
 """Writes answers in the format of Anthropic's Messages API."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

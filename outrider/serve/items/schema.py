@@ -1,7 +1,5 @@
 """The request body of OpenAI's Responses API, and how it becomes a chat."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal

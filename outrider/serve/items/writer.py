@@ -1,7 +1,5 @@
 """Writes answers in the format of OpenAI's Responses API."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

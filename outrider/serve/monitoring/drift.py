@@ -1,7 +1,5 @@
 """Detects that the acceptance of a proposer has dropped."""
 
-from __future__ import annotations
-
 from outrider.core.stats import Stats
 
 _RECENT_WINDOW = 256  # draft tokens at position 0 in the recent mean

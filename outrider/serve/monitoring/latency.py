@@ -1,7 +1,5 @@
 """Prometheus histograms of request latencies."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass

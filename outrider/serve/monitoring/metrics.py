@@ -1,7 +1,5 @@
 """Computes the metrics of the engine from its counters on each scrape, in the Prometheus text format."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import generate_latest

@@ -1,7 +1,5 @@
 """The request log: one line per request."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -5,8 +5,6 @@ first token) and `decode`. Some rounds are traced as well: a span `round` with `
 `commit`. It belongs to the oldest request of the batch and has links to the others.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The base of all request bodies: null is absent, and unknown fields are errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Server-sent events, and answers as blocks of reasoning, text and calls, for APIs that have them."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The formats in which models are trained to write function calls, found by the chat template of the model."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 

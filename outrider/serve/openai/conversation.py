@@ -1,7 +1,5 @@
 """Turns the messages of a chat request into those that a chat template takes. No part of a message is lost."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

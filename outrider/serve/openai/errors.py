@@ -1,7 +1,5 @@
 """Error responses and their description in the OpenAPI document."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol

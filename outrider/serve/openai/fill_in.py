@@ -1,7 +1,5 @@
 """Prompts that ask for the text between a prefix and a suffix, for models with tokens for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from outrider.core.params import InvalidParam

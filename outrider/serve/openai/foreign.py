@@ -4,8 +4,6 @@ A field is listed here if it does not change the text, or if the value that it m
 what this server does in any case. A field that would change the text is honored or an error.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field

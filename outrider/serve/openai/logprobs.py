@@ -1,7 +1,5 @@
 """Builds the log-probabilities of a response in the formats of OpenAI's API."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

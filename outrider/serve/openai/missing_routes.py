@@ -1,7 +1,5 @@
 """Routes of OpenAI's and other APIs that clients may look for and this server lacks."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 from fastapi import FastAPI

@@ -1,7 +1,5 @@
 """The parts of a generated text: reasoning, content and function calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The grammar of arguments that a model writes one by one, and what they are as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The reasoning of an answer: the markers around it, found by the chat template, and its parser."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Request bodies of OpenAI's API with some extensions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal

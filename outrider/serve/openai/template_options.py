@@ -1,7 +1,5 @@
 """The variables of a chat template that a request sets, such as `enable_thinking`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Parses function calls from generated text, incrementally."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

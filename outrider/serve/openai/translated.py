@@ -1,7 +1,5 @@
 """The base of the request bodies of other APIs, which become chats."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Formats of transcripts: text, JSON documents, and subtitles (SubRip and WebVTT)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from outrider.models.torch.speech.rules import ENGLISH, TRANSCRIBE, language_name

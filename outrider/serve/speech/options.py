@@ -1,7 +1,5 @@
 """The options of a transcript."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from outrider.core.params import InvalidParam, SamplingParams

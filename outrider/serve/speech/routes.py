@@ -1,7 +1,5 @@
 """The routes of OpenAI's API that turn speech into text."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any, NoReturn
 

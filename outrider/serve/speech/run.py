@@ -1,7 +1,5 @@
 """The Python API of transcripts: `transcribe`."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -3,8 +3,6 @@
 Unknown fields are errors.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 

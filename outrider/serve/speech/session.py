@@ -1,7 +1,5 @@
 """One recording on its way to a transcript: which request comes next, and what its output means."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The results: `Transcript` and its segments."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import reduce
 from operator import add

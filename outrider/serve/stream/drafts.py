@@ -1,7 +1,5 @@
 """Collects the drafts of a round for streams that show them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Spreads the tokens of a round over the duration of a round."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Detokenizes the output of one stream."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from outrider.core.text import TextStream

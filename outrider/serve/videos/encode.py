@@ -1,7 +1,5 @@
 """Turns the frames of a finished video into the bytes of a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any

@@ -1,7 +1,5 @@
 """One video of the server: what was asked for, how far it is, and its file."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal

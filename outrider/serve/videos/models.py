@@ -1,7 +1,5 @@
 """The video models of a server, and what clients may ask of them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

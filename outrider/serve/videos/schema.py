@@ -1,7 +1,5 @@
 """The body of `POST /v1/videos`: the fields of OpenAI's API and some extensions. Unknown fields are errors."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Makes the videos of a server in a thread of its own, one after the other."""
 
-from __future__ import annotations
-
 import logging
 from threading import Condition, Thread
 

@@ -1,8 +1,6 @@
 """The drafts that other engines read: vLLM 0.33, SGLang 0.5.23, llama.cpp of October 2026, mlx-lm 0.32, mlx-vlm 0.7,
 Ollama and TensorRT-LLM 1. A recipe is tested if the engine has run such a draft of ours."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

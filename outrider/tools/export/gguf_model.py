@@ -1,7 +1,5 @@
 """Writes a small language model as a GGUF file for llama.cpp, with its tokenizer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

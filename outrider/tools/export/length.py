@@ -1,7 +1,5 @@
 """The number of draft tokens of an exported draft."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from outrider.core.params import check_draft_length

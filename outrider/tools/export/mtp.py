@@ -1,7 +1,5 @@
 """Writes an MTP module into a copy of its target's checkpoint, where other engines look for it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

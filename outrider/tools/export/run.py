@@ -1,7 +1,5 @@
 """Runs `outrider export`: writes the draft, the command and the files that another engine needs."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial

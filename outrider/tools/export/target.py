@@ -1,7 +1,5 @@
 """The target of an exported draft, as the command of another engine names it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

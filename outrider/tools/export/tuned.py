@@ -1,7 +1,5 @@
 """The k that `outrider tune` found for a batch size."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rollouts for reinforcement learning that stay exact while the policy changes."""
 
-from __future__ import annotations
-
 from outrider.train.rl.draft_training import DraftTraining
 from outrider.train.rl.grpo import GRPO
 from outrider.train.rl.peft import merged_weights

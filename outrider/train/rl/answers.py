@@ -1,7 +1,5 @@
 """The answers to a prompt as tensors, and their log-probabilities under a model of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any

@@ -1,7 +1,5 @@
 """The checkpoint of a GRPO run."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

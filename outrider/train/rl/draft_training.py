@@ -5,8 +5,6 @@ to no graph, and the draft has its own optimizer and its own clipping of gradien
 gradients are the same with and without it, bit by bit.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

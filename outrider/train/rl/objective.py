@@ -1,7 +1,5 @@
 """The terms of the loss of GRPO (Shao et al. 2024, DeepSeekMath)."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """The weights of a policy under the names of its base model, with a LoRA adapter of PEFT merged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any

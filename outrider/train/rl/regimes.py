@@ -1,7 +1,5 @@
 """Count rounds by the number of running sequences: speculation pays differently in a full batch and in its tail."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from outrider.core.stats import Stats

@@ -1,7 +1,5 @@
 """Call reward functions. One that raises, hangs or returns no number fails its own sample only."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence

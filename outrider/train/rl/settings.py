@@ -1,7 +1,5 @@
 """The settings of a GRPO run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from outrider.errors import OutriderError

@@ -7,8 +7,6 @@ TRL applies no importance weights to rollouts that do not come from vLLM: it tak
 policy. So the adapter accepts exact engines only, and loads the weights whenever the trainer has changed them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The updates of a policy on the rollouts of one step of GRPO."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -3,8 +3,6 @@
 Action tokens of a robot are bins of a continuous value, so a token a few bins away is nearly the same action.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

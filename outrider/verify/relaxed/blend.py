@@ -5,8 +5,6 @@ high reward. The blend (1 - s) p + s q is known at each position, so importance 
 samples. Its total variation distance from p is s times that of q, so at most s.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -8,8 +8,6 @@ So each cluster has its probability under p. Dynamic clusters divide a static cl
 similar probability under p.
 """
 
-from __future__ import annotations
-
 import torch
 
 from outrider.verify.relaxed.groups import Groups, Partition, group_rejection

@@ -1,7 +1,5 @@
 """k-means clustering of embeddings (Lloyd 1982), for groups of similar tokens."""
 
-from __future__ import annotations
-
 import torch
 
 MAX_DISTANCES = 1 << 24  # most distances that are computed at once, which take 64 MB

@@ -8,8 +8,6 @@ neighbors where q has more than p, the nearest first, until delta has moved. The
 of p, and an exact rule verifies the draft against it. So delta bounds the emitted tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

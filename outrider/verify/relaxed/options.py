@@ -1,7 +1,5 @@
 """The spelling of a relaxed rule: NAME:OPTION=VALUE,OPTION=VALUE."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

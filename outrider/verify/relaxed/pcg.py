@@ -1,7 +1,5 @@
 """Exactness for groups of similar tokens that may overlap (PCG, Yanuka et al. 2025, arXiv 2511.13732)."""
 
-from __future__ import annotations
-
 from outrider.verify.relaxed.groups import Groups, group_rejection
 from outrider.verify.rules import VerifyFunction
 

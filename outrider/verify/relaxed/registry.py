@@ -1,7 +1,5 @@
 """Make relaxed verifiers from expressions such as lantern:delta=0.1,table=codebook.safetensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models and machines that several tests estimate."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from outrider.scale.estimate.equations import Attention, Efficiency, Machine, Model

@@ -1,7 +1,5 @@
 """Tests of the parts of `outrider.scale.ray` that run without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

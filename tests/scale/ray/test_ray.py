@@ -1,7 +1,5 @@
 """Tests on real Ray: replicas behind one server, and rollouts by workers. They are skipped without Ray."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

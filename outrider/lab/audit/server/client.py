@@ -1,7 +1,5 @@
 """Asks a server for completions, and finds out how it returns them: as token ids or as text."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Why the sampling tests fail: the known defects whose distributions fit the counts of all tests."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

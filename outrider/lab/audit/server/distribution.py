@@ -1,7 +1,5 @@
 """The sampling tests: counts of a server's first tokens against the model's distribution, with room for rounding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A hypothesis gives the distribution of the next token after every beginning, so 
 compared. A server with speculation is a chain of states: how many draft tokens of the current round were accepted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The outcomes that are counted: beginnings of a server's completions, with their probability under a hypothesis."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence

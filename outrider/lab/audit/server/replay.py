@@ -1,7 +1,5 @@
 """The greedy test: replay a server's greedy completions on the model, and measure the margin of every difference."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Print the result of the audit of a server."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """Run the audit of a server: the greedy replay, the sampling tests, and the diagnosis."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

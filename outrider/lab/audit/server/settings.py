@@ -1,7 +1,5 @@
 """The options of `outrider audit --server`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Recommend the settings of a server from measurements on it. The functions are pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The captions that the audio models understand."""
 
-from __future__ import annotations
-
 from outrider.media.models.language import Language
 
 TIMBRES = ("pure", "hollow", "bright")  # harmonics: none, the odd ones, all

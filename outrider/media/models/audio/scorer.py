@@ -1,7 +1,5 @@
 """How well sounds match a caption: a probability for each window of samples."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

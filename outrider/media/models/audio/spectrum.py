@@ -1,7 +1,5 @@
 """Samples to spectra, and spectra to latents and back."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Makes a set of audio models from its config.json, and writes it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ grows with its frequency, which is read from the peak's form. All bins around a 
 Nothing is iterated, so a block costs little, and the state is one frame long.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
