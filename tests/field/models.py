@@ -1,7 +1,5 @@
 """A small random target, and the proposers that the situations run with."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers in GGUF files: the same ids as the published tokenizer, and one begin-of-text token where it is wanted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The tests run it, and docs/generate_models.py writes docs/reference/architectures.md from it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A device that runs behind the host, on a virtual clock, and models that run on it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

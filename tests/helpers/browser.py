@@ -1,7 +1,5 @@
 """Pages in a browser, if one is installed."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

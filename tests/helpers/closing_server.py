@@ -1,7 +1,5 @@
 """A server that closes a kept connection when the next request arrives on it, as servers do with idle connections."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

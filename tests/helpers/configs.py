@@ -1,7 +1,5 @@
 """Small configurations of transformers for tests, and settings that several of them share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """All implementations of each protocol, for the conformance tests. Add a new implementation here to test it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """Small engines around a given target, and requests run through it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from outrider.core.noise import derive_seed

@@ -3,8 +3,6 @@
 It shares no code with the sampler or the verifiers of the package, so that an audit of it tests both.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

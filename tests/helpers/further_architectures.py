@@ -1,7 +1,5 @@
 """Attention models beyond the common ones, for the table of architectures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from transformers import PreTrainedConfig

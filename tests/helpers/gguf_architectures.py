@@ -1,7 +1,5 @@
 """Writes models of many architectures as GGUF files, with the fields and tensors of llama.cpp's converter."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping

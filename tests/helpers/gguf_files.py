@@ -1,7 +1,5 @@
 """Writes small models of transformers as GGUF files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small random draft heads of every kind that a format can hold, and the checks that each draft must pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """A small Hugging Face Hub on localhost: the routes and headers by which huggingface_hub lists and downloads files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

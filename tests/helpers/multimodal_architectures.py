@@ -1,7 +1,5 @@
 """Models that read images or sound, of which Outrider runs the text part, for the table of architectures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The configurations of popular checkpoints, with fewer layers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

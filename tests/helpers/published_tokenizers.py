@@ -4,8 +4,6 @@ The vocabulary is trained on a few lines. Rules, special tokens and the structur
 published tokenizer, and so is the number of ids that the model has beyond those of its tokenizer.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Writes small models of transformers as quantized checkpoints, as the published formats say."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run verification rules on interpreted Triton kernels with any source of randomness, such as an enumeration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Starts `outrider scale` for tests."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A language model whose likeliest answer is a given list of tokens, behind all of `LLM` and the server."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

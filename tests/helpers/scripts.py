@@ -1,7 +1,5 @@
 """Run scripts as a shell does, but in this process: the imports of a new process take seconds."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from contextlib import redirect_stderr, redirect_stdout

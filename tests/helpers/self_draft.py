@@ -1,7 +1,5 @@
 """A model that is the draft model of itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from outrider.core.params import SamplingParams

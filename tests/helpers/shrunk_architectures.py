@@ -1,7 +1,5 @@
 """Models that read images or sound with small sizes in place of their defaults, for the table of architectures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Recordings, and small speech models with their generation configs."""
 
-from __future__ import annotations
-
 import wave
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Run a part of a test with another number of threads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

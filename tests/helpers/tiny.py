@@ -1,7 +1,5 @@
 """Models of every architecture, small and random, and a tokenizer of single bytes."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Random drafts and target distributions, on which implementations of a verification rule are compared."""
 
-from __future__ import annotations
-
 import torch
 
 from outrider.core.types import Draft, DraftKind, Packed

@@ -7,8 +7,6 @@ ours in the place of those of its corpus, so SGLang scores and verifies them. It
 request in every step. So the planner has nothing to decide, and short drafts are filled up.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

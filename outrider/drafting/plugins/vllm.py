@@ -7,8 +7,6 @@ This module does not import vLLM. vLLM makes one object and calls `propose` afte
 request a row belongs to nor when a request ends, so the texts of the rows themselves are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory in huge pages, if the system supports them."""
 
-from __future__ import annotations
-
 import mmap
 from math import prod
 

@@ -1,7 +1,5 @@
 """Whether a KV cache that is allocated whole fits into the memory of its device, and what to change if not."""
 
-from __future__ import annotations
-
 import torch
 
 from outrider.errors import NotEnoughMemory

@@ -1,7 +1,5 @@
 """The paged KV cache: keys and values in blocks. Sequences with equal prefixes share blocks."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from array import array

@@ -1,7 +1,5 @@
 """The structure of the paged KV cache that the native kernels read."""
 
-from __future__ import annotations
-
 import ctypes
 
 

@@ -1,7 +1,5 @@
 """The KV cache of a target, for a draft that is made of the target's own layers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from outrider.core.cache import Cache, CacheUsage, Layout

@@ -1,7 +1,5 @@
 """The static KV cache: contiguous keys and values for each slot, allocated once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch

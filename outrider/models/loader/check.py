@@ -6,8 +6,6 @@ transformers computes with the experts that the target has chosen. The choice is
 it must be the router's own, up to near-ties.
 """
 
-from __future__ import annotations
-
 import logging
 from datetime import UTC, datetime
 from functools import partial

@@ -1,7 +1,5 @@
 """Keeps the results of load checks, so that a checkpoint is checked once on a machine."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

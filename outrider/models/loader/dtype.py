@@ -1,7 +1,5 @@
 """Choose the dtype in which a model runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple

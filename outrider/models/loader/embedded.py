@@ -1,7 +1,5 @@
 """Names of models: folders, GGUF files, included models as `@NAME`, and models of the Hugging Face Hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from outrider.errors import OutriderError

@@ -1,7 +1,5 @@
 """Facts in a configuration about the use of a model: its context length and the tokens that end a text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Find smaller models with the tokenizer of a target: the other members of its family."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Make a model of transformers whose weights stay in mapped files, in the type or blocks of the file."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Hashes that tell whether a checkpoint or the code of Outrider has changed."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Check the files of a model folder, and name the fix where they are no checkpoint that can be loaded."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Load a model. Models on the native kernels are read without transformers, which takes seconds to import."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Choose the backend of a checkpoint: the native kernels, or torch with the layers of the model."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Make a target that runs on torch, with the layers of transformers."""
 
-from __future__ import annotations
-
 from outrider.core.target import Target
 from outrider.models.torch.attention_target import AttentionTarget
 from outrider.models.torch.checkpoint import Checkpoint

@@ -1,7 +1,5 @@
 """Check that a model fits into the free memory before it is loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

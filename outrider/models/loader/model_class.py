@@ -1,7 +1,5 @@
 """Find the class with which transformers runs a language model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import (

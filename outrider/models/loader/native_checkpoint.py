@@ -1,7 +1,5 @@
 """The weights of a model folder for the native kernels, which read them from the mapped files, without transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain

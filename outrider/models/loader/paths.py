@@ -1,7 +1,5 @@
 """Tell paths of models apart by their names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 GGUF_SUFFIX = ".gguf"

@@ -1,7 +1,5 @@
 """Keep transformers quiet while Outrider uses it, and show what it reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

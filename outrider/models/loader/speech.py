@@ -1,7 +1,5 @@
 """Read what a checkpoint says about its speech: the feature extractor, languages, tasks and suppressed tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

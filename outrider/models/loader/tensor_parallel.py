@@ -1,7 +1,5 @@
 """Check that a model can be split over the ranks of tensor parallelism, from its config."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any

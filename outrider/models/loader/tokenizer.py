@@ -1,7 +1,5 @@
 """Load the tokenizer of a model folder, with the rules of its tokenizer.json."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Load a model with transformers. Unsupported models raise an error with the reason."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The weights that a model of the native kernels has, from its configuration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from outrider.models.native.dimensions import Dimensions

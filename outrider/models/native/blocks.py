@@ -7,8 +7,6 @@ integer of the group. The kernels read the blocks where they are, in the mapped 
 Integers of 8 or 4 bits may have a zero point for each group as well.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

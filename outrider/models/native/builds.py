@@ -1,7 +1,5 @@
 """The builds of the kernels that a wheel has, and which of them this processor runs."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

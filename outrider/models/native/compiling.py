@@ -1,7 +1,5 @@
 """Compile the C++ sources of this folder into a library."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """The weights of routed experts in the layout of experts.h."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Load the kernels: a prebuilt library of the wheel, or one that is compiled once per machine."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """Pack dense matrices for the kernels row by row, from wherever they lie, such as a mapped file."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 

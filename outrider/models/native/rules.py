@@ -1,7 +1,5 @@
 """Verifiers on the native kernels: one call instead of dozens of torch operations."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Compute the target distribution with the native kernels. They do not sort the vocabulary."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Scores of a native forward pass, without padding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The models that the native kernels may run, from their configuration alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType

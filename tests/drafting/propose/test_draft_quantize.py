@@ -1,7 +1,5 @@
 """Drafts whose weights have 8 or 4 bits: the output stays the target's, and some drafts are refused."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

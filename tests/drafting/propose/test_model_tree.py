@@ -1,7 +1,5 @@
 """Draft trees of a draft model: their nodes and distributions, learning, and the draft model's KV cache."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

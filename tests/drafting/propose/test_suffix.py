@@ -1,7 +1,5 @@
 """The suffix proposer, compared with brute force: automaton, history, draft trees, scopes and memory."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from array import array

@@ -1,7 +1,5 @@
 """Tree shapes, compared with all possible trees."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Draft what followed an earlier occurrence of the last n-gram (prompt lookup: Saxena 2023; Yang et al. 2023)."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 
 from outrider.core import tree

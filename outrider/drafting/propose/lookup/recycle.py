@@ -7,8 +7,6 @@ one prefers longer suffixes, also uses the prompt, uses the successors of simila
 ones, and learns acceptance probabilities. Sequences share only these probabilities.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from heapq import heappop, heappush

@@ -3,8 +3,6 @@
 It shows the ceiling of a proposer: the speed at an acceptance that a trained draft would have, without a draft's cost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile

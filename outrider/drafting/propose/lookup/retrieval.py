@@ -1,7 +1,5 @@
 """Draft what followed the longest suffix of the text in a datastore of other texts (REST, He et al. 2023)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from heapq import heappop, heappush

@@ -1,7 +1,5 @@
 """The source of a request as text for lookups, which search it besides the sequence itself."""
 
-from __future__ import annotations
-
 from outrider.core.types import Request
 
 

@@ -1,7 +1,5 @@
 """A suffix automaton that grows with a sequence and counts (Blumer et al. 1985; as a proposer, Hu et al. 2024)."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable
 from itertools import islice

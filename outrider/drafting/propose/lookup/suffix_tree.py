@@ -1,7 +1,5 @@
 """Grow a tree of draft tokens from what followed before, likeliest node first."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field

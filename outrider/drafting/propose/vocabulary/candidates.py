@@ -5,8 +5,6 @@ out: the others have approximate logits. A draft token is sampled from the softm
 and verified with the same distribution, so the output stays exact.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from contextlib import suppress

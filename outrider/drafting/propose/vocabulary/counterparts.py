@@ -1,7 +1,5 @@
 """Match the tokens of two vocabularies by the text that they spell."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from outrider.core.token_text import TokenText, token_text

@@ -4,8 +4,6 @@ A small draft model spends much of its time in the LM head. It can still read ev
 A token outside the draft vocabulary is never drafted, so each one ends an accepted chain.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Convert the tokens of a growing text from one tokenizer to another."""
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Draft with a model of another tokenizer by passing text (Timor et al. 2025, string-level exact match)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Make the record of a model in a GGUF file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The format is that of docs/gguf.md of ggml. A model may be split over several fi
 on. The first file has the metadata.
 """
 
-from __future__ import annotations
-
 import mmap
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

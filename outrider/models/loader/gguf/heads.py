@@ -1,7 +1,5 @@
 """Draft heads in GGUF files, as the folders of their published formats: block heads, and modules of a target."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping

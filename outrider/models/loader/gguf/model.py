@@ -1,7 +1,5 @@
 """Make the configuration and the model of transformers that a GGUF file describes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Each rule is that of the published tokenizers whose files have the name: its exp
 are those of llama-vocab.cpp of llama.cpp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Make the tokenizer that a GGUF file describes, with the tokenizers library."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any

@@ -1,7 +1,5 @@
 """The weights of a GGUF file, by their names in the `state_dict` of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from functools import partial
 from math import prod

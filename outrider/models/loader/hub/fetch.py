@@ -1,7 +1,5 @@
 """Fetch a model from the Hub into the cache of huggingface_hub, which other programs share."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 First the small files are fetched, then the weights. So weights in the cache mean that the rest is there as well.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """Explain a failure with a model of the Hub in one line that names the fix."""
 
-from __future__ import annotations
-
 import errno
 
 from huggingface_hub import constants

@@ -1,7 +1,5 @@
 """Names on the Hugging Face Hub: `org/name`, `org/name@revision`, and `org/name:Q4_K_M` for a GGUF file."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The progress of a download."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from time import perf_counter

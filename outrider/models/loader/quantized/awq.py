@@ -3,8 +3,6 @@
 `qweight` [inputs, outputs / 8] and `qzeros` [groups, outputs / 8] pack eight outputs in the order 0 2 4 6 1 3 5 7.
 """
 
-from __future__ import annotations
-
 import torch
 
 from outrider.models.loader.quantized.format import Format, Parts, Settings, refuse

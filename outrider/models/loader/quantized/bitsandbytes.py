@@ -1,7 +1,5 @@
 """bitsandbytes: 4-bit weights of a table of values (nf4 of Dettmers et al. 2023, or fp4), and int8 weights."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -4,8 +4,6 @@ The tensors of a weight say how it is stored. `weight_packed` has integers of 4 
 the lowest bits on. `weight` is int8 or float8. A scale belongs to a group of inputs, an output, a block or the matrix.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The parts that each format of quantized checkpoints gives to the loader."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """FP8 weights with a scale for each block (`weight_scale_inv`, as DeepSeek and Qwen write it) or for each matrix."""
 
-from __future__ import annotations
-
 import torch
 
 from outrider.models.loader.quantized.format import Format, Parts, Settings, refuse

@@ -5,8 +5,6 @@ outputs * bits / 32] the outputs of each group, from the lowest bits on. `g_idx`
 group of each input. Zero points of format version 1 are stored minus 1.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 `_scales` [experts, outputs, inputs / 32] has the exponent of each block plus 127.
 """
 
-from __future__ import annotations
-
 import torch
 
 from outrider.models.loader.quantized.format import Format, Parts, Settings

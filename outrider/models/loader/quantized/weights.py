@@ -1,7 +1,5 @@
 """The weights of a quantized checkpoint, by their names in the `state_dict` of transformers."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
