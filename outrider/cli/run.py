@@ -4,7 +4,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice
 from operator import add
@@ -64,7 +64,6 @@ def converse(
     Raises:
         OutriderError: the options do not fit the target; or not on a terminal, a prompt cannot be completed.
     """
-    prompt = prompts.prompt
     source = _source_for(llm, given)
     if prompts.chat:
         _check_chat(llm, source, options, prompts)
@@ -74,40 +73,72 @@ def converse(
     elif source is not None:
         source = recording_of(source, rules.speech)
         if reason := needs_transcript(rules.speech, source, options):
-            _check_transcript(prompt, reason)
+            _check_transcript(prompts.prompt, reason)
             return print_transcript(llm, source, params, options, output)
-    texts: Iterator[str | None] = iter([prompt]) if source is not None else typed(prompt)
-    # One of several ranks must not stop alone.
-    on_terminal = prompt is None and source is None and of_first_rank(sys.stdin.isatty())
-    messages = prompts.messages()
-    succeeded = True
-    could_chat = rules is None and not prompts.chat and bool(getattr(llm.parts.tokenizer, "chat_template", None))
-    for text in _of_first_rank(texts):
-        if text is not None and not is_utf8(text):
-            raise OutriderError("the prompt is not UTF-8 text; give UTF-8 text")
-        messages.append({"role": "user", "content": text or ""})
-        try:
-            with _handler(on_terminal) as collected:
-                if prompts.chat:
-                    encoded = EncodedPrompt(llm.encode_chat(messages))
-                else:
-                    encoded = llm.codec.encode_with_source(text, source, language=options.language, task=options.task)
-                result = _complete(llm, encoded, params, output, collected)
-                if isinstance(result, Outcome):
-                    succeeded &= output.sum_up(result)
-                    if could_chat:
-                        output.note(_COULD_CHAT)
-                        could_chat = False  # once is enough
-        except OutriderError as error:  # such as a prompt that does not fit into the context
-            if not on_terminal:
-                raise
-            print_mistake(str(error))
-            messages.pop()
-            succeeded = False
-            continue
+    template = getattr(llm.parts.tokenizer, "chat_template", None)
+    return _Conversation(
+        llm=llm,
+        params=params,
+        options=options,
+        source=source,
+        output=output,
+        chat=prompts.chat,
+        messages=prompts.messages(),
+        could_chat=rules is None and not prompts.chat and bool(template),
+    ).run(prompts.prompt)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Conversation:
+    """The prompts of one call of `converse`, and their answers."""
+
+    llm: LLM
+    params: SamplingParams
+    options: SourceOptions
+    source: Source | None
+    output: Output
+    chat: bool  # whether prompts are messages for the chat template
+    messages: list[dict[str, str]]  # so far
+    could_chat: bool  # whether the user should hear of the chat template
+
+    def run(self, prompt: str | None) -> bool:
+        """Complete one prompt, or those that are typed. Returns whether all completions succeeded."""
+        texts: Iterator[str | None] = iter([prompt]) if self.source is not None else typed(prompt)
+        # One of several ranks must not stop alone.
+        on_terminal = prompt is None and self.source is None and of_first_rank(sys.stdin.isatty())
+        succeeded = True
+        for text in _of_first_rank(texts):
+            if text is not None and not is_utf8(text):
+                raise OutriderError("the prompt is not UTF-8 text; give UTF-8 text")
+            self.messages.append({"role": "user", "content": text or ""})
+            try:
+                with _handler(on_terminal) as collected:
+                    succeeded &= self._answer(text, collected)
+            except OutriderError as error:  # such as a prompt that does not fit into the context
+                if not on_terminal:
+                    raise
+                print_mistake(str(error))
+                self.messages.pop()
+                succeeded = False
+        return succeeded
+
+    def _answer(self, text: str | None, interrupts: list[int]) -> bool:
+        """Complete a prompt and remember the answer. Returns whether it succeeded, or was interrupted."""
+        if self.chat:
+            encoded = EncodedPrompt(self.llm.encode_chat(self.messages))
+        else:
+            options = self.options
+            encoded = self.llm.codec.encode_with_source(text, self.source, language=options.language, task=options.task)
+        result = _complete(self.llm, encoded, self.params, self.output, interrupts)
+        succeeded = True
+        if isinstance(result, Outcome):
+            succeeded = self.output.sum_up(result)
+            if self.could_chat:
+                self.output.note(_COULD_CHAT)
+                self.could_chat = False  # once is enough
         answer = result if isinstance(result, str) else result.completions[0].text
-        messages.append({"role": "assistant", "content": answer})
-    return succeeded
+        self.messages.append({"role": "assistant", "content": answer})
+        return succeeded
 
 
 def _handler(on_terminal: bool) -> AbstractContextManager[list[int]]:

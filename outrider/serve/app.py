@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -67,18 +68,7 @@ def make_app(
     if videos is not None and videos.served.name == name:
         raise OutriderError(f"target and video models are both named {name!r}; give another --served-model-name")
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async_llm.start()
-        if videos is not None:
-            videos.start()
-        yield
-        if videos is not None:
-            videos.stop()
-        async_llm.stop()
-        if tracer:
-            tracer.close()
-
+    lifespan = partial(_lifespan, async_llm, videos, tracer)
     # FastAPI's own pages of the API load their scripts from the internet.
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     async_llm.latency.registry.register(EngineMetrics(async_llm))
@@ -104,6 +94,21 @@ def make_app(
     async_llm.tracer = tracer
     _add_middleware(app, settings, tracer)
     return app
+
+
+@asynccontextmanager
+async def _lifespan(
+    async_llm: AsyncLLM, videos: VideoService | None, tracer: Tracer | None, _: FastAPI
+) -> AsyncIterator[None]:
+    async_llm.start()
+    if videos is not None:
+        videos.start()
+    yield
+    if videos is not None:
+        videos.stop()
+    async_llm.stop()
+    if tracer:
+        tracer.close()
 
 
 def _add_middleware(app: FastAPI, settings: Settings, tracer: Tracer | None) -> None:

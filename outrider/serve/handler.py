@@ -33,7 +33,7 @@ from outrider.serve.openai.logprobs import Echo, LogprobsBuilder
 from outrider.serve.openai.output import OutputForm
 from outrider.serve.openai.reasoning import reasoning_of
 from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
-from outrider.serve.openai.schema import ChatRequest, CompletionRequest, SamplingFields
+from outrider.serve.openai.schema import ChatRequest, CompletionRequest, SamplingFields, StreamOptions
 from outrider.serve.openai.template_options import template_options
 from outrider.serve.openai.tools import Tools
 from outrider.serve.openai.translated import TranslatedBody
@@ -273,19 +273,17 @@ class RequestHandler:
         # entry for each id, and with echo, clients count the entries.
         omitted = frozenset() if body.return_token_ids or echoes else streams[0].request.end_ids
         is_chat = isinstance(body, ChatRequest)
-        options = body.stream_options
-        include_usage = options is not None and options.include_usage
+        options = body.stream_options or StreamOptions()
         tokens = self._async_llm.single_tokens
+        logprobs = LogprobsBuilder(tokens=tokens, chat=is_chat, omitted=omitted)
         builder = ResponseBuilder(
             chat=is_chat,
             model=self._name,
             decode=self._async_llm.codec.decode,
             tokens=tokens,
-            logprobs=None
-            if body.num_logprobs() is None
-            else LogprobsBuilder(tokens=tokens, chat=is_chat, omitted=omitted),
+            logprobs=None if body.num_logprobs() is None else logprobs,
             include_speculation=content >= StreamContent.ROUNDS,
-            continuous_usage=include_usage and options is not None and options.continuous_usage_stats,
+            continuous_usage=options.include_usage and options.continuous_usage_stats,
             form=form if form and (form.calls or form.reasoning) else None,
             token_ids=body.return_token_ids,
             echoes=echoes,
@@ -300,7 +298,7 @@ class RequestHandler:
                 streams,
                 len(inputs),
                 writer=writer,
-                include_usage=include_usage or writer.needs_usage,
+                include_usage=options.include_usage or writer.needs_usage,
                 request=request,
                 disconnected=disconnected,
             )

@@ -189,29 +189,12 @@ def test_conversation_continues_after_calls(client):
 
 
 INVALID_REQUESTS = {
-    "response_format and structured_outputs": {
-        "response_format": {"type": "json_object"},
-        "structured_outputs": {"regex": "a"},
-    },
     "two constraints": {"structured_outputs": {"regex": "a", "choice": ["b"]}},
-    "empty structured_outputs": {"structured_outputs": {}},
     "unknown constraint": {"structured_outputs": {"guess": "a"}},
-    "invalid regex": {"structured_outputs": {"regex": "(a"}},
     "huge regex": {"structured_outputs": {"regex": "a{1000000}"}},
     "long regex": {"structured_outputs": {"regex": "ab|" * 100_000}},
     "endless grammar": {"structured_outputs": {"grammar": 'start: "a" start'}},
-    "invalid schema": {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}}
-    },
-    "unknown response_format": {"response_format": {"type": "yaml"}},
-    "response_format and tools": {"tools": TOOLS, "response_format": {"type": "json_object"}},
-    "tool_choice not in tools": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
-    "required call without tools": {"tool_choice": "required"},
-    "two tools with one name": {"tools": [TOOLS[0], TOOLS[0]]},
     "invalid tool name": {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-    "invalid schema of parameters": {
-        "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]
-    },
     "call in a user message": {
         "messages": [{"role": "user", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": ""}}]}]
     },
@@ -220,7 +203,6 @@ INVALID_REQUESTS = {
     "arguments are not JSON": {
         "messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": "["}}]}]
     },
-    "constraint and forbidden token": {"response_format": {"type": "json_object"}, "logit_bias": {"5": -100}},
 }
 
 

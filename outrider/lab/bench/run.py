@@ -10,7 +10,7 @@ from rich.console import Console
 
 from outrider.core.params import AUTO
 from outrider.core.planner import FixedPlanner, Planner
-from outrider.core.prompts import read_prompts
+from outrider.core.prompts import Prompt, read_prompts
 from outrider.drafting.plan.store import PlanFile, check_plan, restored
 from outrider.drafting.propose.expression import command_line_form, fetch_models
 from outrider.drafting.propose.leaves import draft_model
@@ -48,12 +48,7 @@ def run_bench(settings: Settings, *, progress: Console) -> Result:
         OutriderError: the settings cannot be measured.
     """
     check_plan(settings.engine.plan, k=settings.engine.k)
-    with_sources = reads_sources(settings.engine.target)
-    if with_sources and settings.max_model_len is not None:
-        raise OutriderError("--context lengthens prompts, and an encoder-decoder target reads sources; leave it out")
-    prompts = read_prompts(settings.prompts, limit=settings.limit, with_sources=with_sources)
-    if any(prompt.category == OVERALL for prompt in prompts):
-        raise OutriderError(f"a category is called {OVERALL}, which reports use for all categories; rename it")
+    prompts = _read_prompts(settings)
     fetch_models(settings.engine.target, settings.engine.proposer)
     with stage("loading models"):
         llm = load(settings)
@@ -101,6 +96,17 @@ def run_bench(settings: Settings, *, progress: Console) -> Result:
         measured=measured(default_condition(settings), settings.engine.k),
         sweeps=sweeps(settings, measured),
     )
+
+
+def _read_prompts(settings: Settings) -> list[Prompt]:
+    """Return the prompts. Raises OutriderError if they cannot be measured."""
+    with_sources = reads_sources(settings.engine.target)
+    if with_sources and settings.max_model_len is not None:
+        raise OutriderError("--context lengthens prompts, and an encoder-decoder target reads sources; leave it out")
+    prompts = read_prompts(settings.prompts, limit=settings.limit, with_sources=with_sources)
+    if any(prompt.category == OVERALL for prompt in prompts):
+        raise OutriderError(f"a category is called {OVERALL}, which reports use for all categories; rename it")
+    return prompts
 
 
 def load(settings: Settings) -> LLM:

@@ -5,7 +5,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 
 from rich.console import Console
@@ -75,22 +75,11 @@ def measure(
         engines = VariantEngines(settings)
         for draft, reason in engines.left_out.items():
             progress.print(f"{draft} is left out: {reason}", highlight=False, markup=False, soft_wrap=True)
-        prompts = each_turn(engines.base, prompts, max_tokens=settings.max_tokens)
-        conditions = [
-            Condition(batch=batch, temperature=temperature)
-            for temperature in settings.temperatures
-            for batch in settings.batches
-        ]
-        batches = {condition: _prompt_batches(engines.base, prompts, settings, condition) for condition in conditions}
+        batches = _batches(engines.base, prompts, settings)
     with stage("measuring memory"):
-        largest = next(condition for condition in conditions if condition.batch == settings.max_num_seqs)
-        jobs = batches[largest][0].jobs
-        memory = {
-            variant.label: measure_memory(engines.engine_for(variant), jobs)
-            for variant in _largest(engines, settings, conditions[0])
-        }
+        memory = _memory(engines, settings, batches)
     budget = _budget(engines, settings, batches, store, max_seconds)
-    found = len(_variants(engines, settings.ks, conditions[0]))
+    found = len(_variants(engines, settings.ks, next(iter(batches))))
     if budget != (settings.max_tokens, found):
         progress.print(
             f"to fit into {max_seconds / 60:g} minutes, {budget.variants} of {found} variants run,"
@@ -108,18 +97,10 @@ def measure(
         max_seconds=max_seconds,
     )
     with stage("measuring passes"):  # for k auto; it is no part of a time limit
-        for condition in conditions:
+        for condition in batches:
             for variant in turns.variants(condition):
                 engines.engine_for(variant)
-    trials: list[Trial] = []
-    complete = False
-    try:
-        for _, group in turns.run():
-            trials += group
-        complete = True
-    except KeyboardInterrupt:
-        if not trials:
-            raise
+    trials, complete = _run(turns)
     if complete:
         store.remove()
     return Measured(llm=engines.base, trials=tuple(trials), memory=memory, budget=budget, complete=complete)
@@ -212,10 +193,35 @@ def _variants(engines: VariantEngines, ks: Sequence[int | str], condition: Condi
     return [plain, *(replace(draft, k=k) for draft in drafts for k in ks)]
 
 
-def _largest(engines: VariantEngines, settings: Settings, condition: Condition) -> list[Variant]:
-    """Return the variants with the largest fixed k."""
-    largest = max((k for k in settings.ks if not isinstance(k, str)), default=4)
-    return _variants(engines, (largest,), condition)[1:]
+def _run(turns: Turns) -> tuple[list[Trial], bool]:
+    """Return the runs, and whether all of them were made. Ctrl-C ends them."""
+    trials: list[Trial] = []
+    try:
+        for _, group in turns.run():
+            trials += group
+    except KeyboardInterrupt:
+        if not trials:
+            raise
+        return trials, False
+    return trials, True
+
+
+def _memory(
+    engines: VariantEngines, settings: Settings, batches: Mapping[Condition, Sequence[PromptBatch]]
+) -> dict[str, MemoryUse]:
+    """Return the memory of each draft with the largest batch and the largest fixed k."""
+    jobs = next(group[0].jobs for each, group in batches.items() if each.batch == settings.max_num_seqs)
+    k = max((k for k in settings.ks if not isinstance(k, str)), default=4)
+    drafts = _variants(engines, (k,), next(iter(batches)))[1:]
+    return {variant.label: measure_memory(engines.engine_for(variant), jobs) for variant in drafts}
+
+
+def _batches(llm: LLM, prompts: Sequence[Prompt], settings: Settings) -> dict[Condition, list[PromptBatch]]:
+    """Return the batches of each condition, with a prompt for each turn of a conversation."""
+    turns = each_turn(llm, prompts, max_tokens=settings.max_tokens)
+    pairs = product(settings.temperatures, settings.batches)
+    conditions = (Condition(batch=batch, temperature=temperature) for temperature, batch in pairs)
+    return {condition: _prompt_batches(llm, turns, settings, condition) for condition in conditions}
 
 
 def _prompt_batches(llm: LLM, prompts: Sequence[Prompt], settings: Settings, condition: Condition) -> list[PromptBatch]:

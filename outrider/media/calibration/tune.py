@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from outrider.errors import OutriderError
 from outrider.media.calibration.document import Calibration
@@ -53,12 +54,7 @@ def tune(
     Raises:
         OutriderError: the quality is out of range, or there are too few prompts.
     """
-    if not 0 < quality <= 1:
-        raise OutriderError(
-            f"quality is {quality}; use a share of target-only's score above 0 and up to 1, such as 0.98"
-        )
-    if len(prompts) < MIN_PROMPTS:
-        raise OutriderError(f"{len(prompts)} prompts are too few to choose a threshold; use at least {MIN_PROMPTS}")
+    _check(quality, prompts)
     search, check = prompts[::2], prompts[1::2]
     reference = TargetOnly()
     scores = draft_scores(engine, search, aggregate=aggregate)
@@ -69,7 +65,7 @@ def tune(
         trials = run_trials(engine, held_out, [reference, *gates], search, rounds=1, advance=advance)
         target_only, *found = summarize(trials, reference=reference.name)
         candidates.extend(zip(thresholds, found, strict=True))
-        candidates.sort(key=lambda each: each[0])
+        candidates.sort(key=itemgetter(0))
         return target_only
 
     def best_candidate() -> int:
@@ -88,6 +84,15 @@ def tune(
     calibration = _calibration(trials, gate, threshold, quality, reference=reference.name)
     summaries = (target_only, *(each for _, each in candidates))
     return Tuned(calibration=calibration, candidates=summaries, reference=reference.name)
+
+
+def _check(quality: float, prompts: Sequence[str]) -> None:
+    if not 0 < quality <= 1:
+        raise OutriderError(
+            f"quality is {quality}; use a share of target-only's score above 0 and up to 1, such as 0.98"
+        )
+    if len(prompts) < MIN_PROMPTS:
+        raise OutriderError(f"{len(prompts)} prompts are too few to choose a threshold; use at least {MIN_PROMPTS}")
 
 
 def _calibration(

@@ -30,12 +30,13 @@ class StreamOptions(ForeignStreamOptions):
 
     include_usage: bool = False
     continuous_usage_stats: bool = Field(
-        False, description="Extension of vLLM. With include_usage, each chunk has the usage of its completion so far."
+        default=False,
+        description="Extension of vLLM. With include_usage, each chunk has the usage of its completion so far.",
     )
     include_tokens: bool = Field(
-        False, description="Extension. Report for each token whether it is an accepted draft token."
+        default=False, description="Extension. Report for each token whether it is an accepted draft token."
     )
-    include_drafts: bool = Field(False, description="Extension. Report the draft of each round as well.")
+    include_drafts: bool = Field(default=False, description="Extension. Report the draft of each round as well.")
 
 
 class TextFormat(StrictModel):
@@ -145,9 +146,10 @@ class SamplingFields(ForeignFields, EngineFields):
 
     def stream_content(self) -> StreamContent:
         """Return what the stream must contain."""
-        if self.stream_options and self.stream_options.include_drafts:
+        options = self.stream_options or StreamOptions()
+        if options.include_drafts:
             return StreamContent.DRAFTS
-        if self.stream_options and self.stream_options.include_tokens:
+        if options.include_tokens:
             return StreamContent.ROUNDS
         return StreamContent.TEXT if self.stream else StreamContent.END
 

@@ -384,10 +384,6 @@ def test_read_prompts_of_text_and_messages(tmp_path, pair):
     [
         ("", "holds no prompts"),
         ('{"prompt": "a"}\n{broken', ":2: not JSON"),
-        ('{"text": "a"}', ":1: give one of prompt and messages"),
-        ('{"prompt": ""}', ":1: prompt must be a string"),
-        ('{"messages": [{"role": "user"}]}', ":1: messages must be a list"),
-        ('{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', ":1: give one of prompt and messages"),
     ],
 )
 def test_errors_of_invalid_prompt_files(tmp_path, content, message):
