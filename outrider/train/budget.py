@@ -1,7 +1,5 @@
 """The time budget of a training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from time import perf_counter
 

@@ -1,7 +1,5 @@
 """Runs the command `train` and prints its results."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import typer

@@ -1,7 +1,5 @@
 """Distributed data-parallel training: the processes of torchrun or Ray Train, and their collective operations."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch

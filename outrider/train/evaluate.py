@@ -1,7 +1,5 @@
 """Measures tau and the acceptance of a draft on prompts that it is not trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce

@@ -1,7 +1,5 @@
 """The optimizer: Muon for the weight matrices of layers, AdamW for all other parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chooses the dtype of matrix products in training."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Runs a training from its options to the files of the trained draft."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """The options of `outrider train`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Loads the target and makes the draft of a training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

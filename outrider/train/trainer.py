@@ -1,7 +1,5 @@
 """Runs training steps, and saves and loads the state of a training."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Iterable

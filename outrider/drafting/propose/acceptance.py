@@ -1,7 +1,5 @@
 """Estimate how often draft tokens of a kind are accepted, from past rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Sequence
 
 from outrider.drafting.propose.tree_builder import TreeBuilder, depths

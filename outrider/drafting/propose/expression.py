@@ -1,7 +1,5 @@
 """Rewrite proposer expressions for people, for the command line and for files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Contain exceptions of a proposer, so that they cost draft tokens and nothing else."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import replace

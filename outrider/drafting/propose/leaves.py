@@ -1,7 +1,5 @@
 """The parts of a proposer, and the draft models among them."""
 
-from __future__ import annotations
-
 from outrider.core.proposer import Proposer
 from outrider.core.target import Target
 from outrider.drafting.propose.combine import Combination

@@ -11,8 +11,6 @@ Two messages are those of the embedding and of the logits. B and t are measured 
 at once, because ranks on CPUs share their memory. Costs that both passes have, such as kernel launches, do not count.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from time import perf_counter
 

@@ -1,7 +1,5 @@
 """Make a proposer again without the outputs that it remembers, to measure prompts again."""
 
-from __future__ import annotations
-
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.drafting.propose.combine import Combination
 from outrider.drafting.propose.registry import NAMED, Expression, Maker, combine, make, own_proposer, parse

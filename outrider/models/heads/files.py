@@ -1,7 +1,5 @@
 """Read and write checkpoint folders: config.json and tensors, which are loaded when they are accessed."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

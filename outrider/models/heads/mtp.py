@@ -1,7 +1,5 @@
 """The module for multi-token prediction in the checkpoint of a target."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from outrider.errors import OutriderError

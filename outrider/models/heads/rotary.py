@@ -1,7 +1,5 @@
 """Rotary frequencies (Su et al. 2021), optionally scaled for longer contexts."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -1,7 +1,5 @@
 """Load and save draft heads: in Outrider's own format, a description as JSON with weights, and in other formats."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path

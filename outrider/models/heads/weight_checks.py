@@ -1,7 +1,5 @@
 """Check that the weights of a checkpoint are those of a draft head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

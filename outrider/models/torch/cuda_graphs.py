@@ -19,8 +19,6 @@ after a comparison they agree on the result. If one rank fails in the middle of 
 others wait in its collective operations, so it ends all of them.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """Record a pass as a CUDA graph, without a wait for the host."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable, Iterator

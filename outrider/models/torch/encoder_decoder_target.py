@@ -1,7 +1,5 @@
 """The target for encoder-decoder models: the encoder reads a source once, and the decoder writes the output."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any

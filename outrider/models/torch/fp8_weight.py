@@ -1,7 +1,5 @@
 """Matrices of FP8 with a scale for each block, as quantized checkpoints store them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

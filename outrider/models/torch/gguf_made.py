@@ -1,7 +1,5 @@
 """Weights that are made of matrices in a file, most of them in quantized blocks, when they are used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The shapes for which passes are recorded, and which recorded pass can run a smaller one with padding."""
 
-from __future__ import annotations
-
 from outrider.models.torch.static_pass import Bucket
 
 MAX_COLUMNS = 64  # tokens per sequence

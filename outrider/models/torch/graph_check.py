@@ -6,8 +6,6 @@ With many tokens this is likely. So where logits differ, the eager pass runs aga
 of the recorded pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

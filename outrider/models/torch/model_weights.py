@@ -1,7 +1,5 @@
 """The weights of a model of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

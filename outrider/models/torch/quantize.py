@@ -5,8 +5,6 @@ pass over 1 token takes 0.6 times as long with 4 bits and 1.0 times with 8 bits.
 tokens takes 1.2 and 1.6 times as long, and a prefill 2.0 and 1.1 times.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any, TypeGuard
 

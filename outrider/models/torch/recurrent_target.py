@@ -1,7 +1,5 @@
 """The target for models with recurrent layers, with or without attention layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

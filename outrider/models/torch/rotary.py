@@ -1,7 +1,5 @@
 """Rotary position embeddings (Su et al. 2021)."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Tolerances for comparing two passes of a model over the same tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """Which experts the routers of a model in transformers choose: record the choices of a pass, or prescribe them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Make models from some layers of another model without copying weights, and quantized copies."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy

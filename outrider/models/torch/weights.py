@@ -1,7 +1,5 @@
 """The weights of a model by name, and checks of new values before any of them is loaded."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

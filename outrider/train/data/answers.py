@@ -1,7 +1,5 @@
 """Generates the target's answers with the engine, and records the hidden states of the same forward passes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Makes training batches from samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

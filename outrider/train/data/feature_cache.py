@@ -1,7 +1,5 @@
 """Caches answers and hidden states on disk, so that later trainings read them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

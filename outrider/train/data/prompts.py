@@ -1,7 +1,5 @@
 """Reads the prompts of a training, and divides them into training and evaluation prompts."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """A training sample: one sequence and the target's hidden states."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Plans the order in which a training uses its prompts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Protocol

@@ -16,8 +16,6 @@ selector itself is trained on all tokens. And so are those of a recurrent correc
 paper lowers their weight in the course of the training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

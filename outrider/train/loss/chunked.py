@@ -5,8 +5,6 @@ dozen times. For all positions at once, each of these passes would go through ma
 intermediate results stay in the processor's cache, and only the gradient is stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

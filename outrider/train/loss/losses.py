@@ -5,8 +5,6 @@ q(x)) = 1 - TV(p, q). Tokens that are not in the draft vocabulary are always mis
 renormalized without them, so alpha is the acceptance that the engine will have.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

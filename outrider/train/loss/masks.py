@@ -8,8 +8,6 @@ The paper leaves out more of the deeper masks. Here a share of the columns has a
 which costs the same work. The weight of these columns makes up for the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -11,8 +11,6 @@ A draft that attends to the target's keys and values sees those up to column c i
 queries have the position of x_(c+1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Trains a draft model: a small causal language model that learns the target's distributions (Hinton et al. 2015)."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy

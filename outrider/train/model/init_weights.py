@@ -1,7 +1,5 @@
 """Initializes a new draft head from the weights of its target."""
 
-from __future__ import annotations
-
 import torch
 
 from outrider.core.types import SharedWeights

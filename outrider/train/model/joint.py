@@ -6,8 +6,6 @@ gradients reach the target. The loss is the target's loss plus the weighted loss
 answers: the target distribution at each position is all on the next token of the text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

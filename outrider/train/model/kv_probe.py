@@ -1,7 +1,5 @@
 """Finds the keys and values of a target that a kv-sharing draft can attend to, and the rotary encoding of the keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The default description of each kind of draft head, for a target of any size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ states. All other weights are kept. The new fusion layer is fitted by least squa
 from the new target's states should equal the old outputs from the previous target's states.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

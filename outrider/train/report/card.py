@@ -1,7 +1,5 @@
 """Writes the model card of a draft: README.md, as the Hugging Face Hub shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

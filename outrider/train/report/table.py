@@ -1,7 +1,5 @@
 """Prints the results of a training as a table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich import box

@@ -1,7 +1,5 @@
 """Tests of paged and static caches: prefix caching, eviction, and preemption when memory is full."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

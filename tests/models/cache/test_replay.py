@@ -1,7 +1,5 @@
 """Tests that a seed gives the same output with any proposer, any k, any batch and any prefill chunk."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Helpers that run a draft head without its target: hidden states are given, and sequences grow by known tokens."""
 
-from __future__ import annotations
-
 import random
 from copy import deepcopy
 from functools import partial

@@ -1,7 +1,5 @@
 """Draft heads that fill in a block in one pass: descriptions, modules, engine against training, and training."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Draft heads with mask tokens (P-EAGLE): descriptions, agreement of engine and training, and training."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

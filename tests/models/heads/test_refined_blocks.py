@@ -1,7 +1,5 @@
 """The causal refiner of XPress: Jacobi passes, candidates, and the distribution from which tokens are sampled."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A training pass over random texts, with which the drafting of an engine is compared."""
 
-from __future__ import annotations
-
 import torch
 
 from outrider.core import tree

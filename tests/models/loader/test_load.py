@@ -1,7 +1,5 @@
 """Error messages for invalid model folders and settings, and drafts with other vocabularies or contexts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

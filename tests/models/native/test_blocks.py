@@ -1,7 +1,5 @@
 """Blocks of GGUF files on the native kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernels quantize weights as a plain reference does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

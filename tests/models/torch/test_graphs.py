@@ -1,7 +1,5 @@
 """Recorded passes equal the eager pass, write to no other cache entry, and never synchronize with the host."""
 
-from __future__ import annotations
-
 import random
 import sys
 from dataclasses import replace

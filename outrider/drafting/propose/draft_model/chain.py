@@ -1,7 +1,5 @@
 """Draft chains with a draft model of the target's vocabulary (Leviathan et al. 2023; Chen et al. 2023)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ A draft with a confidence head predicts log-odds of acceptance itself. They repl
 the regression corrects them for the current text and temperature.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Open draft models and draft heads from their folders."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ It drafts with its first layers (Elhoushi et al. 2024), without some of its laye
 2023), or with quantized weights (Tiwari et al. 2025).
 """
 
-from __future__ import annotations
-
 import torch
 
 from outrider.core import tree

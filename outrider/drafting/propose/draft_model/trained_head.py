@@ -1,7 +1,5 @@
 """Run draft heads as proposers: chains, and trees as in EAGLE-2 (Li et al. 2024)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from outrider.core import tree

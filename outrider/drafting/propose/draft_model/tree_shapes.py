@@ -5,8 +5,6 @@ acceptance probability is the product of the conditional probabilities on its pa
 nodes is the expected number of accepted draft tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, nlargest

@@ -10,8 +10,6 @@ A smaller window also makes drafts cheaper, because the draft model reads fewer 
 each token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

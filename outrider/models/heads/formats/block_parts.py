@@ -1,7 +1,5 @@
 """The parts of block heads besides their layers, by kind: names of tensors, and values of configs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -5,8 +5,6 @@ a config has: `is_causal` of z-lab, `causal` of vLLM, `causal_head` of JetSpec. 
 causal, and others are not; speculators has a switch for layers with a window.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from outrider.errors import OutriderError

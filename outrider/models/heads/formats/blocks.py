@@ -8,8 +8,6 @@ speculators, but not in the others. If this is misread, each draft token is shif
 The mask is a row of the embedding, which is the target's if the draft head has none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """EAGLE-1 and 2: a projection of the target's last hidden state and the next embedding, and decoder layers."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType

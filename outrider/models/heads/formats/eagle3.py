@@ -6,8 +6,6 @@ is a final norm before the LM head. In speculators it says that the normed state
 copied from one format to the other drafts worse with each draft token.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A layer attends to the target's last layer of its own type, full or sliding atte
 layer that is. If a later layer of the target reuses the keys of an earlier one, Outrider's cache holds them for both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any

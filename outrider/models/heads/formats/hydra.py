@@ -1,7 +1,5 @@
 """Hydra heads with the architecture `mlp`, which also read the earlier draft tokens."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace

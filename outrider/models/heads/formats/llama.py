@@ -1,7 +1,5 @@
 """Import and export of Llama decoder layers, with the names of transformers."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Medusa heads in the format of their authors, and in that of vLLM."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

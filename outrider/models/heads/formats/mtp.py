@@ -14,8 +14,6 @@ each other. For several modules of other families this is not defined, so only t
 | Nemotron-H | embedding, state | after its final norm | the same after the final norm | unchanged |
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """MTP modules of Nemotron-H: attention without rotary positions, and an MLP without a gate."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

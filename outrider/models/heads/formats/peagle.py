@@ -5,8 +5,6 @@ norms and `fc`, and the id of a token whose embedding the mask tokens have. The 
 nested config of the second at its top level, as vLLM converts it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any

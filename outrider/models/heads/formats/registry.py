@@ -1,7 +1,5 @@
 """The list of known formats, and detection of the format of a folder from its config and tensor names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Write the common part of the configs of speculators."""
 
-from __future__ import annotations
-
 from outrider.models.heads.formats.base import Config, TargetInfo
 
 _VERSION = "0.7.0"  # of speculators

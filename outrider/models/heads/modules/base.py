@@ -1,7 +1,5 @@
 """The base class of draft head modules: embedding, LM head and draft vocabulary."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

@@ -15,8 +15,6 @@ or if the checkpoint includes an embedding with a row that no token uses. In som
 confidence head does not use the previous token; the columns for it are zero here.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

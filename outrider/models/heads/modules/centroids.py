@@ -4,8 +4,6 @@ The vocabulary is divided into clusters of equal size, each with a centroid. The
 some clusters, and only the tokens in them get logits. So a pass reads the centroids and a share of the LM head.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

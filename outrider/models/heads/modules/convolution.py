@@ -7,8 +7,6 @@ take their coefficients from one projection of its input. A block never reads co
 states of the target are not convolved.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

@@ -6,8 +6,6 @@ last committed token, whose query attends to everything in the target's cache be
 hidden state, in the target's width, is passed from one draft token to the next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

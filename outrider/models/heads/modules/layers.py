@@ -1,7 +1,5 @@
 """Decoder layers of draft heads, of the Llama type. The caller computes the attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 See Cai et al. 2024 (Medusa) and Ankner et al. 2024 (Hydra).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

@@ -4,8 +4,6 @@ A GRU reads the embeddings of the last committed token and of the draft tokens. 
 token before a draft token and the output of the column are mapped to a correction of the logits.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

@@ -9,8 +9,6 @@ can be sampled one after another. Greedy tokens can also be found in passes over
 tokens of the pass before (Jacobi iteration): pass k settles draft token k.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

@@ -4,8 +4,6 @@ The score of a token b after a token a is its logit, plus the product of A(a), G
 over the rank. A and B are tables of all tokens, and G maps the output h of the column.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

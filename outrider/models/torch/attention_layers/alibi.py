@@ -5,8 +5,6 @@ Adding the same number to all scores of a query does not change the attention we
 position of the key may replace the distance.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

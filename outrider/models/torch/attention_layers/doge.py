@@ -1,7 +1,5 @@
 """Doge, whose attention adds to each score a number that is computed from the value."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ of them. The choice depends on the token and its ancestors only, so it is the sa
 and in plain decoding. The keys of the indexer are one more layer of the KV cache.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

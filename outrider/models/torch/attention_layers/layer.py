@@ -1,7 +1,5 @@
 """The base of replaced attention layers."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Layers that need something of the pass which transformers does not give them."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The attention layers of transformers that Outrider replaces, by class name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from outrider.models.torch.attention_layers.alibi import BloomLayer, FalconLayer, MptLayer

@@ -1,7 +1,5 @@
 """The cache of encoder-decoder models."""
 
-from __future__ import annotations
-
 import torch
 
 from outrider.models.cache.static import StaticCache

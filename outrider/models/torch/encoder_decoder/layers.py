@@ -1,7 +1,5 @@
 """The attention of a decoder, in place of that of transformers while Outrider runs a pass."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

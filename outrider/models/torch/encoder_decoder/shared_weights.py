@@ -1,7 +1,5 @@
 """The weights of a decoder that draft heads share (see `WeightSharer`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Keys and values of the encoded sources, by slot. The cross-attention reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The cache of models with recurrent layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ Queries and keys go through two causal convolutions, and one half of each value 
 before. So the inputs of the last tokens are a state, although an attention layer reads the results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

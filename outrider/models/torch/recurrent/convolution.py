@@ -1,7 +1,5 @@
 """The causal convolution before most recurrences. Its state is the last inputs of a sequence."""
 
-from __future__ import annotations
-
 import torch
 
 from outrider.models.torch.recurrent.layer import Staged, Tensors, add_entries

@@ -5,8 +5,6 @@ q_t. A few tokens are processed by the state after each, or by their inputs (see
 inputs, the corrected values u of all tokens are the solution of a triangular system.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Recurrent layers in passes of fixed shape, which are recorded as graphs. Row r is the sequence in slot r."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

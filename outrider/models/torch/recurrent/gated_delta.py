@@ -1,7 +1,5 @@
 """Layers of the gated delta rule: Qwen3-Next, Qwen3.5, Lara, OLMo Hybrid, Kimi Linear and Bailing Hybrid."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

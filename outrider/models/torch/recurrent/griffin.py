@@ -1,7 +1,5 @@
 """Recurrent blocks of Griffin: RecurrentGemma (De et al. 2024)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lightning attention: MiniMax. Linear attention with a constant decay for each head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mamba-1 layers: Mamba, Falcon Mamba, Jamba and Zamba (Gu and Dao 2023)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Mamba-2 layers: Mamba-2, Bamba, Falcon-H1, Granite 4, Nemotron-H and Zamba2 (Dao and Gu 2024)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

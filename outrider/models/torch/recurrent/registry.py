@@ -1,7 +1,5 @@
 """The recurrent layers of transformers that Outrider runs, by class name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from outrider.models.torch.recurrent.compressed_attention import CompressedProjection

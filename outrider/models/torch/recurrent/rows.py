@@ -1,7 +1,5 @@
 """The tokens of one pass, arranged by sequence, for layers that process them in order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """RWKV-4 layers (Peng et al. 2023). Each layer mixes a token with the one before it, and one of them keeps averages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recurrences that keep the state after each token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Gated short convolutions: LFM2 and LFM3."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -5,8 +5,6 @@ once and compares the tokens with each other as in attention, and a commit compu
 States take fewer calls, and inputs move fewer bytes (`benchmarks/recurrent/ways.py` measures both).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

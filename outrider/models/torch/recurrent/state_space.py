@@ -4,8 +4,6 @@ S_t = exp(a_t) S_{t-1} + x_t B_t^T and y_t = S_t C_t. A few tokens are processed
 each, or by their inputs, like attention with a decay (see `staging`).
 """
 
-from __future__ import annotations
-
 import torch
 
 from outrider.models.torch.recurrent.layer import Staged, Tensors, add_entries, add_product, pick

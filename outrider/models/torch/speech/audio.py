@@ -1,7 +1,5 @@
 """The input of a transcript: the features of a recording of any length, and its length."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

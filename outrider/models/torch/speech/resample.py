@@ -1,7 +1,5 @@
 """Turn recordings of several channels and other rates into what a speech model takes."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

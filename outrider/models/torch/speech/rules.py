@@ -1,7 +1,5 @@
 """The input of a speech model, and the first tokens of its transcripts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Cut the output of one window into segments, and find where the next window begins."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Turn what a user gives as the source of a speech model into recordings and features."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path

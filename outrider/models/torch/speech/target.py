@@ -1,7 +1,5 @@
 """The target for speech models: the encoder reads the features of a recording once, the decoder writes the text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """The rules of timestamps in a transcript (Radford et al. 2022, section 2.3), for every node of a draft tree."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

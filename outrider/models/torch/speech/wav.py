@@ -1,7 +1,5 @@
 """Read recordings from WAV files."""
 
-from __future__ import annotations
-
 import io
 import wave
 from dataclasses import dataclass

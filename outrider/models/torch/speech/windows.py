@@ -1,7 +1,5 @@
 """The windows of a recording of any length (Radford et al. 2022, section 3.8: long-form transcription)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
