@@ -47,11 +47,12 @@ from outrider.lab.loadgen.settings import Settings
 from outrider.llm import LLM
 from outrider.models.loader.embedded import embedded
 from outrider.runtime.machine import commit, hardware, versions
+from outrider.scale.estimate.pair import Acceptance
 from outrider.scale.fleet.arrivals import Arrival
 from outrider.scale.fleet.costs import ServerCosts
 from outrider.scale.fleet.replica import PUBLISH_SECONDS, ReplicaSettings
 from outrider.scale.fleet.simulation import Fleet, Result
-from outrider.scale.fleet.speculation import AcceptanceRates, fixed, off
+from outrider.scale.fleet.speculation import fixed, off
 
 _CONTEXT = 512
 
@@ -126,7 +127,7 @@ def server_options(target: str, draft: str, k: int, slots: int) -> list[str]:
 
 
 def document(
-    rows: list[dict[str, Any]], acceptance: AcceptanceRates, costs: ServerCosts, passes: CostModel
+    rows: list[dict[str, Any]], acceptance: Acceptance, costs: ServerCosts, passes: CostModel
 ) -> dict[str, Any]:
     """Return the results, and what they were computed from."""
     return {
@@ -241,7 +242,7 @@ def cpu_seconds(server: Server) -> float:
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
-def acceptance_of(turns: Iterable[Turn]) -> AcceptanceRates:
+def acceptance_of(turns: Iterable[Turn]) -> Acceptance:
     """Return the acceptance by position over these turns."""
     sums: dict[str, float] = defaultdict(float)
     for turn in turns:
@@ -254,10 +255,10 @@ def acceptance_of(turns: Iterable[Turn]) -> AcceptanceRates:
         if not reached:
             break
         rates.append(sums[f"outrider_accepted_by_position_total{label}"] / reached)
-    return AcceptanceRates(tuple(rates))
+    return Acceptance(rates=tuple(rates), repeat_last=True)
 
 
-def simulate(turn: Turn, costs: ServerCosts, acceptance: AcceptanceRates, slots: int, *, seed: int) -> Result:
+def simulate(turn: Turn, costs: ServerCosts, acceptance: Acceptance, slots: int, *, seed: int) -> Result:
     """Simulate the requests of a turn, on a core of its own.
 
     The server publishes chunks at intervals of wall time. If it had a core for a share of the time only, an interval is
@@ -351,7 +352,7 @@ def scaled(cost: PassCost, factor: float) -> PassCost:
 
 
 def compare(
-    turns: list[Turn], level: int, k: int, costs: ServerCosts, acceptance: AcceptanceRates, slots: int
+    turns: list[Turn], level: int, k: int, costs: ServerCosts, acceptance: Acceptance, slots: int
 ) -> dict[str, Any]:
     """Return the measured and the simulated tokens/s of one load, as medians over the rounds."""
     chosen = [turn for turn in turns if (turn.streams, turn.k) == (level, k)]

@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from outrider.cli.app import app
 from outrider.core.config import EngineConfig
 from outrider.errors import OutriderError
+from tests.helpers.commands import invoke
 from tests.helpers.configured import configured
 
 
@@ -58,13 +57,13 @@ def test_the_engine_gets_the_settings(tmp_path, monkeypatch, command, unset):
     settings = {"proposer": "ngram", "k": 2, "max_model_len": 128, "cache_gb": 0.2, "prefix_caching": False}
     file = _write(tmp_path / "engine.json", **settings)
     port = ["--port", "0"] if command == ["serve"] else []
-    result = CliRunner().invoke(app, [*command, "--config", file, "--k", "3", *port])
+    result = invoke(*command, "--config", file, "--k", "3", *port)
     assert "stop here" in result.stderr
     assert loaded == [EngineConfig(**settings | {"k": 3} | unset)]
 
 
 def test_bench_refuses_settings_that_it_has_no_use_for(tmp_path):
     file = _write(tmp_path / "engine.json", max_num_seqs=2)
-    result = CliRunner().invoke(app, ["bench", "--config", file])
+    result = invoke("bench", "--config", file)
     assert result.exit_code == 2
     assert "max_num_seqs is no setting of outrider bench, which runs --batch sequences at once" in result.stderr

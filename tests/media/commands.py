@@ -2,14 +2,12 @@
 
 import json
 
-from typer.testing import CliRunner
-
-from outrider.cli.app import app
+from tests.helpers.commands import invoke
 
 
 def run(*words):
     """Run a command of `outrider media`."""
-    return CliRunner().invoke(app, ["media", *map(str, words)])
+    return invoke("media", *words)
 
 
 def document(result):

@@ -7,9 +7,7 @@ from contextlib import closing
 import httpx
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from outrider.cli.app import app as cli
 from outrider.errors import OutriderError
 from outrider.runtime.bar import StageBar
 from outrider.runtime.progress import shown_on, stage
@@ -17,6 +15,7 @@ from outrider.serve.command import serve
 from outrider.serve.listening import bind, listen
 from outrider.serve.loading import LoadingServer
 from outrider.serve.settings import Settings
+from tests.helpers.commands import invoke
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ def test_the_end_of_a_load_ends_the_server(port, end):
 def test_a_taken_port_is_reported_before_the_load():
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         number = taken.getsockname()[1]
-        result = CliRunner().invoke(cli, ["serve", "--port", str(number), "--target", "@nano"])
+        result = invoke("serve", "--port", number, "--target", "@nano")
     assert result.exit_code == 2
     assert "is in use" in result.stderr
     assert "reading" not in result.stderr

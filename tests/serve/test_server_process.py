@@ -14,12 +14,11 @@ from errno import EACCES
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
-from outrider.cli.app import app as cli
 from outrider.errors import OutriderError
 from outrider.models.loader.embedded import embedded
 from outrider.serve.listening import bind, listen
+from tests.helpers.commands import invoke
 from tests.helpers.serving import BODY, OPTIONS, PROMPT, serving
 
 
@@ -54,7 +53,7 @@ def test_errors_of_bind_and_listen(monkeypatch):
             listen([second], "127.0.0.1")
         with pytest.raises(OutriderError, match=in_use):
             bind("127.0.0.1", port)
-        started = CliRunner().invoke(cli, ["serve", "--port", str(port), "--target", "@nano"])
+        started = invoke("serve", "--port", port, "--target", "@nano")
         assert started.exit_code == 2
         assert "is in use" in started.stderr  # the port is bound before the target is loaded
     for host in ("192.0.2.1", "a" * 70):

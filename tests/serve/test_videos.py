@@ -11,9 +11,7 @@ import pytest
 from fastapi import FastAPI
 from PIL import Image
 from starlette.testclient import TestClient
-from typer.testing import CliRunner
 
-from outrider.cli.app import app as cli
 from outrider.errors import OutriderError
 from outrider.media import load_models
 from outrider.media.calibration.document import Calibration
@@ -24,6 +22,7 @@ from outrider.serve.openai.errors import add_handlers
 from outrider.serve.settings import Settings
 from outrider.serve.videos.routes import add_missing_video_routes, add_video_routes
 from tests.helpers.browser import browse, needs_browser
+from tests.helpers.commands import invoke
 from tests.helpers.serving import PROMPT, serving
 from tests.media.made_up import CAPTION, write_models
 
@@ -355,7 +354,7 @@ def test_drift_of_the_accepted_share_is_logged_once(tmp_path, caplog, monkeypatc
 )
 def test_mistakes_of_options(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli, ["serve", "--port", "0", "--target", "@nano", *words.split()])
+    result = invoke("serve", "--port", "0", "--target", "@nano", *words.split())
     assert result.exit_code == 2
     assert message in result.stderr
 

@@ -12,9 +12,7 @@ from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, LlamaForCausalLM
-from typer.testing import CliRunner
 
-from outrider.cli.app import app
 from outrider.drafting.plugins.vllm import Drafts
 from outrider.errors import OutriderError
 from outrider.models.heads.description import Kind
@@ -28,6 +26,7 @@ from outrider.tools.export.engines import ENGINES, MODEL, Draft, engine_of, word
 from outrider.tools.export.gguf_model import find_rule
 from outrider.tools.export.tuned import tuned_k
 from tests.helpers import tiny
+from tests.helpers.commands import document, invoke, refuse, succeed
 from tests.helpers.heads import cases, random_draft, write_new_head, write_random_head
 
 
@@ -46,15 +45,18 @@ def model(tmp_path_factory):
     return folder
 
 
-def export(*arguments):
-    result = CliRunner().invoke(app, ["export", *map(str, arguments), "--json"])
-    return result, json.loads(result.stdout.splitlines()[-1]) if result.exit_code == 0 else None
+def exported(*arguments):
+    """Return the summary of an export."""
+    return document("export", *arguments, "--json")
+
+
+def refused(*arguments):
+    return refuse("export", *arguments)
 
 
 def test_a_draft_model_for_vllm(model, tmp_path):
     out = tmp_path / "out"
-    result, summary = export(model, "--for", "vllm", "--out", out, "--k", 5, "--target", "models/big model")
-    assert result.exit_code == 0, result.output
+    summary = exported(model, "--for", "vllm", "--out", out, "--k", 5, "--target", "models/big model")
     assert summary["kind"] == MODEL
     command = words(summary["command"])
     config = json.loads(command[command.index("--speculative-config") + 1])
@@ -71,23 +73,21 @@ def test_a_draft_model_for_vllm(model, tmp_path):
 def test_the_card_of_a_training_is_kept(model, tmp_path):
     draft = shutil.copytree(model, tmp_path / "trained")
     (draft / "README.md").write_text("# My draft\n")
-    export(draft, "--for", "vllm", "--out", tmp_path / "out", "--k", 5)
+    exported(draft, "--for", "vllm", "--out", tmp_path / "out", "--k", 5)
     assert (tmp_path / "out" / "README.md").read_text().startswith("# My draft\n\n## vLLM\n")
 
 
 def test_batch_needs_advice(model, tmp_path):
-    result, _ = export(model, "--for", "vllm", "--out", tmp_path / "out", "--k", 5, "--batch", 8)
-    assert result.exit_code == 2
-    assert "--batch chooses a k of --advice" in result.output
-    result, _ = export(model, "--for", "vllm", "--out", tmp_path / "out", "--advice", tmp_path / "nowhere.json")
-    assert "cannot be read (No such file or directory)" in " ".join(result.output.split())
+    message = refused(model, "--for", "vllm", "--out", tmp_path / "out", "--k", 5, "--batch", 8)
+    assert "--batch chooses a k of --advice" in message
+    message = refused(model, "--for", "vllm", "--out", tmp_path / "out", "--advice", tmp_path / "nowhere.json")
+    assert "cannot be read (No such file or directory)" in message
     assert not (tmp_path / "out").exists()
 
 
 def test_a_draft_model_for_llamacpp_is_read_back(model, tmp_path):
     out = tmp_path / "out"
-    result, summary = export(model, "--for", "llama.cpp", "--out", out, "--k", 3)
-    assert result.exit_code == 0, result.output
+    summary = exported(model, "--for", "llama.cpp", "--out", out, "--k", 3)
     assert words(summary["command"])[-4:] == ["--spec-type", "draft-simple", "--spec-draft-n-max", "3"]
     written = load_checkpoint(out / "draft.gguf", dtype="float32", device="cpu")
     own = load_checkpoint(model, dtype="float32", device="cpu")
@@ -104,9 +104,8 @@ def test_a_draft_model_for_llamacpp_is_read_back(model, tmp_path):
 
 def test_the_stored_rule_of_a_gguf_file_is_read_back(model, tmp_path, monkeypatch):
     monkeypatch.setattr("outrider.tools.export.gguf_model.find_rule", lambda *_: "unknown")
-    result, _ = export(model, "--for", "llama.cpp", "--out", tmp_path / "out", "--k", 3)
-    assert result.exit_code == 2
-    assert "splits text by the rule 'unknown'; supported are" in " ".join(result.output.split())
+    message = refused(model, "--for", "llama.cpp", "--out", tmp_path / "out", "--k", 3)
+    assert "splits text by the rule 'unknown'; supported are" in message
 
 
 def test_the_rule_of_a_tokenizer_is_found_by_its_tokens():
@@ -120,21 +119,18 @@ def test_the_rule_of_a_tokenizer_is_found_by_its_tokens():
 def test_heads_are_written_in_the_format_of_the_engine(tmp_path):
     out = tmp_path / "out"
     head = embedded("eagle31")
-    result, summary = export(head, "--for", "vllm", "--out", out, "--k", 4, "--target", embedded("mini"))
-    assert result.exit_code == 0, result.output
+    summary = exported(head, "--for", "vllm", "--out", out, "--k", 4, "--target", embedded("mini"))
     assert summary["layout"] == "eagle3-speculators"
     assert import_head(out / "draft").description.kind is Kind.EAGLE3
     for engine in ("sglang", "llama.cpp", "mlx", "tensorrt-llm"):
-        result, _ = export(head, "--for", engine, "--out", tmp_path / engine, "--k", 4)
-        assert result.exit_code == 2
-        assert f"{engine} drops the norms of EAGLE-3.1" in " ".join(result.output.split())
+        message = refused(head, "--for", engine, "--out", tmp_path / engine, "--k", 4)
+        assert f"{engine} drops the norms of EAGLE-3.1" in message
         assert not (tmp_path / engine).exists()
 
 
 def test_a_medusa_head_needs_an_older_vllm(tmp_path):
     head = write_new_head(tmp_path / "head", "medusa")
-    result, summary = export(head, "--for", "vllm", "--out", tmp_path / "out", "--k", 2, "--target", embedded("mini"))
-    assert result.exit_code == 0, result.output
+    summary = exported(head, "--for", "vllm", "--out", tmp_path / "out", "--k", 2, "--target", embedded("mini"))
     assert summary["layout"] == "medusa-vllm"
     assert "vLLM 0.33 has removed Medusa" in (tmp_path / "out" / "run.sh").read_text()
 
@@ -151,8 +147,7 @@ def folders_of(command):
 @pytest.mark.fast_cases("vllm", "sglang", "mlx", "tensorrt-llm")
 @pytest.mark.parametrize("engine", [name for name, each in ENGINES.items() if MODEL in each.recipes])
 def test_included_models_are_named_by_what_exists(engine, tmp_path):
-    result, summary = export("@nano", "--for", engine, "--out", tmp_path / "out", "--k", 3, "--target", "@mini")
-    assert result.exit_code == 0, result.output
+    summary = exported("@nano", "--for", engine, "--out", tmp_path / "out", "--k", 3, "--target", "@mini")
     (target,) = folders_of(summary["command"])
     assert target.exists()
     assert "@" not in summary["command"]
@@ -162,16 +157,14 @@ def test_included_models_are_named_by_what_exists(engine, tmp_path):
         assert len(tokens) == read_target_info(embedded("mini")).vocab
     else:
         assert target == embedded("mini")
-    result, _ = export("@nano", "--for", engine, "--out", tmp_path / "other", "--k", 3, "--target", "@none")
-    assert result.exit_code == 2
-    assert "@none does not come with Outrider; use @eagle31" in " ".join(result.output.split())
+    message = refused("@nano", "--for", engine, "--out", tmp_path / "other", "--k", 3, "--target", "@none")
+    assert "@none does not come with Outrider; use @eagle31" in message
     assert not (tmp_path / "other").exists()
 
 
 def test_the_gguf_file_of_a_target(model, tmp_path):
     def command(name, target):
-        result, summary = export(model, "--for", "llama.cpp", "--out", tmp_path / name, "--k", 3, "--target", target)
-        assert result.exit_code == 0, result.output
+        summary = exported(model, "--for", "llama.cpp", "--out", tmp_path / name, "--k", 3, "--target", target)
         return summary["command"]
 
     # The first line of the command writes the file.
@@ -205,7 +198,7 @@ def test_other_engines_compute_blocks_of_k_tokens(block_head, tmp_path):
 
     def run(out, *arguments, engine="vllm"):
         where = ("--for", engine, "--out", tmp_path / out, "--target", "@mini")
-        return export(head, *where, *arguments)[1]
+        return exported(head, *where, *arguments)
 
     assert run("whole", "--k", 4)["notes"] == []
     (note,) = run("short", "--k", 2)["notes"]
@@ -225,8 +218,7 @@ def test_other_engines_compute_blocks_of_k_tokens(block_head, tmp_path):
 @pytest.mark.parametrize(("case", "engine"), [("causal dflash", "vllm"), ("dflash2", "vllm"), ("dflash2", "sglang")])
 def test_blocks_with_attention_masks_keep_them_in_the_flat_format(case, engine, block_head, tmp_path):
     head, out = str(block_head(case)), str(tmp_path / "out")
-    result = CliRunner().invoke(app, ["export", head, "--for", engine, "--target", "@mini", "--k", "4", "--out", out])
-    assert result.exit_code == 0, result.output
+    succeed("export", head, "--for", engine, "--target", "@mini", "--k", "4", "--out", out)
     config = json.loads((tmp_path / "out" / "draft" / "config.json").read_text())
     inner = config["dflash_config"]
     assert inner["causal"] is (case == "causal dflash")
@@ -237,23 +229,20 @@ def test_blocks_with_attention_masks_keep_them_in_the_flat_format(case, engine, 
 def test_engines_that_ignore_attention_masks_are_refused(block_head, tmp_path):
     head = str(block_head("causal dflash"))
     out = str(tmp_path / "out")
-    result = CliRunner().invoke(app, ["export", head, "--for", "sglang", "--target", "@mini", "--k", "4", "--out", out])
-    message = " ".join(result.output.split())
+    message = refused(head, "--for", "sglang", "--target", "@mini", "--k", "4", "--out", out)
     assert "SGLang cannot run a draft of kind a block with windows or causal layers" in message
 
 
 def test_sglang_runs_dspark_heads_with_the_whole_block_only(block_head, tmp_path):
     head = block_head("dspark")
-    result, _ = export(head, "--for", "sglang", "--out", tmp_path / "out", "--k", 2, "--target", "@mini")
-    assert result.exit_code == 2
-    assert "SGLang runs this head with its whole block only; use --k 4" in " ".join(result.output.split())
-    assert export(head, "--for", "sglang", "--out", tmp_path / "out", "--k", 4, "--target", "@mini")[1]["k"] == 4
+    message = refused(head, "--for", "sglang", "--out", tmp_path / "out", "--k", 2, "--target", "@mini")
+    assert "SGLang runs this head with its whole block only; use --k 4" in message
+    assert exported(head, "--for", "sglang", "--out", tmp_path / "out", "--k", 4, "--target", "@mini")["k"] == 4
 
 
 def test_suffix_has_a_command_and_no_files(tmp_path):
     out = tmp_path / "out"
-    result, summary = export("suffix", "--for", "vllm", "--out", out, "--k", 6, "--target", "models/big")
-    assert result.exit_code == 0, result.output
+    summary = exported("suffix", "--for", "vllm", "--out", out, "--k", 6, "--target", "models/big")
     assert (summary["kind"], summary["draft"], summary["files"]) == ("suffix", None, ["run.sh"])
     assert [file.name for file in out.iterdir()] == ["run.sh"]
     command = words(summary["command"])
@@ -274,12 +263,9 @@ def test_refusals_name_the_reason(model, tmp_path):
         (model, "ollama", "it takes every separate draft for a DFlash head"),
         (model, "lmdeploy", "use one of: vllm, sglang, llama.cpp, mlx, ollama, tensorrt-llm"),
     ):
-        result, _ = export(folder, "--for", engine, "--out", tmp_path / "out", "--k", 4)
-        assert result.exit_code == 2
-        assert message in " ".join(result.output.split())
+        assert message in refused(folder, "--for", engine, "--out", tmp_path / "out", "--k", 4)
         assert not (tmp_path / "out").exists()
-    result, _ = export(model, "--for", "vllm", "--out", tmp_path / "out")
-    assert "give one of --k N and --advice FILE" in result.output
+    assert "give one of --k N and --advice FILE" in refused(model, "--for", "vllm", "--out", tmp_path / "out")
 
 
 @pytest.fixture
@@ -314,8 +300,7 @@ def test_a_module_replaces_that_of_its_target(case, architecture, family, tmp_pa
     module, target = family(case, architecture)
     is_qwen = architecture.startswith("Qwen")
     out = tmp_path / "out"
-    result, summary = export(tmp_path / "head", "--for", "vllm", "--out", out, "--k", 3, "--target", target)
-    assert result.exit_code == 0, result.output
+    summary = exported(tmp_path / "head", "--for", "vllm", "--out", out, "--k", 3, "--target", target)
     command = words(summary["command"])
     assert command[:3] == ["vllm", "serve", str(out / "draft")]
     assert json.loads(command[-1]) == {"method": "mtp", "num_speculative_tokens": 3}
@@ -331,7 +316,8 @@ def test_a_module_replaces_that_of_its_target(case, architecture, family, tmp_pa
     index = json.loads((out / "draft" / "model.safetensors.index.json").read_text())["weight_map"]
     assert stored == index
     assert "model.norm.weight" in stored
-    result, _ = export(tmp_path / "head", "--for", "llama.cpp", "--out", tmp_path / "b", "--k", 3, "--target", target)
+    words_of_b = ("--for", "llama.cpp", "--out", tmp_path / "b", "--k", 3, "--target", target)
+    result = invoke("export", tmp_path / "head", *words_of_b)
     assert (result.exit_code == 0) is is_qwen, result.output
 
 
@@ -347,15 +333,13 @@ def test_a_module_that_does_not_fit_its_target(family, tmp_path):
         ({"num_hidden_layers": 3}, "and the given target has 96, 64 and 3; give the target of the head"),
     ):
         file.write_text(json.dumps({**config, **change}))
-        result, _ = export(tmp_path / "head", "--for", "vllm", "--out", tmp_path / "out", "--k", 3, "--target", target)
-        assert result.exit_code == 2
-        assert message in " ".join(result.output.split())
+        said = refused(tmp_path / "head", "--for", "vllm", "--out", tmp_path / "out", "--k", 3, "--target", target)
+        assert message in said
         assert not (tmp_path / "out").exists()
 
 
 def test_untested_commands_say_so(model, tmp_path):
-    result, summary = export(model, "--for", "tensorrt-llm", "--out", tmp_path / "out", "--k", 2)
-    assert result.exit_code == 0, result.output
+    summary = exported(model, "--for", "tensorrt-llm", "--out", tmp_path / "out", "--k", 2)
     assert summary["tested"] is None
     assert "# untested" in (tmp_path / "out" / "run.sh").read_text()
     assert "max_draft_len: 2" in (tmp_path / "out" / "speculation.yaml").read_text()

@@ -7,9 +7,7 @@ import random
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from outrider.cli.app import app
 from outrider.core.params import SamplingParams
 from outrider.core.prompts import Prompt
 from outrider.errors import OutriderError
@@ -25,6 +23,7 @@ from outrider.tools.layer_search import (
     split_prompts,
 )
 from tests.helpers import tiny
+from tests.helpers.commands import succeed
 
 SIZES = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.2}
 NO_EFFECT = (1, 2)  # layers whose output is zero
@@ -170,8 +169,7 @@ def test_command_line(folder, tmp_path):
     lines = [{"category": prompt.category, "prompt": prompt.prompt} for prompt in random_prompts(6)]
     file.write_text("\n".join(map(json.dumps, lines)))
     words = ["layers", "--target", str(folder), "--prompts", str(file), "--max-tokens", "12", "--dtype", "float32"]
-    result = CliRunner().invoke(app, [*words, "--threads", "1", "--max-trials", "9", "--limit", "3"])
-    assert result.exit_code == 0, result.output
+    result = succeed(*words, "--threads", "1", "--max-trials", "9", "--limit", "3")
     document = json.loads(result.stdout.splitlines()[-1])
     assert document["tried"] <= document["max_trials"] == 9
     assert document["prompts"] == {"searched": 3, "held_out": 2}

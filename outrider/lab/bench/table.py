@@ -10,7 +10,7 @@ from outrider.lab.bench.limits import Limit, Limits
 from outrider.lab.bench.result import Result
 from outrider.lab.bench.sweep import Entry
 from outrider.lab.common.memory import MemoryUse
-from outrider.runtime.report.console import NONE, new_table
+from outrider.runtime.report.console import NONE, bytes_text, new_table
 
 _MAX_POSITIONS = 8  # positions whose acceptance is printed; the JSON document has all
 
@@ -135,7 +135,7 @@ def _memory(use: MemoryUse) -> Iterator[str]:
     }
     for name, size in parts.items():
         if size:
-            yield f"{name} {_size(size)}"
+            yield f"{name} {bytes_text(size)}"
     yield f"sequences {use.sequences} of {use.context} tokens"
     if use.draft_weight_bytes:
         formula = "(draft weights + draft cache) / (target cache / sequences)"
@@ -166,7 +166,3 @@ def _latency(latency: Latency | None) -> str:
 
 def _share(limit: Limit) -> str:
     return NONE if limit.share_of_limit is None else f"{100 * limit.share_of_limit:.0f}"
-
-
-def _size(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

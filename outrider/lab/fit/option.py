@@ -47,8 +47,3 @@ def speeds(candidate: Candidate, cases: Sequence[Case]) -> Iterator[Speed]:
                 high=overall.high,
                 tau=case.total.tau,
             )
-
-
-def size(count: int) -> str:
-    """Return a number of bytes in words."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -12,12 +12,12 @@ from outrider.core.config import EngineConfig
 from outrider.drafting.propose.expression import command_line_form, short
 from outrider.lab.common.trial import Choice, label
 from outrider.lab.fit.drafts import DraftFigures, draft_figures
-from outrider.lab.fit.option import Option, Speed, size, speeds
+from outrider.lab.fit.option import Option, Speed, speeds
 from outrider.lab.fit.rules import candidates, ranked
 from outrider.lab.tune.candidate import Candidate
 from outrider.lab.tune.figures import Case
 from outrider.lab.tune.measurement import Measurement
-from outrider.runtime.report.console import count_text
+from outrider.runtime.report.console import bytes_text, count_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,11 @@ class Outcome:
         first, *others = option.by_temperature
         more = "".join(f", {speed.interval} at temperature {speed.temperature:g}" for speed in others)
         taus = _listed([f"{speed.tau:.2f}" for speed in option.by_temperature])
-        memory = f" It takes {size(option.memory_bytes)} of memory." if option.memory_bytes else " It needs no weights."
+        memory = (
+            f" It takes {bytes_text(option.memory_bytes)} of memory."
+            if option.memory_bytes
+            else " It needs no weights."
+        )
         return (
             f"Chosen: {proposer} with k {option.k}. On {self._where()} it is {first.interval} times as fast as plain"
             f" decoding at temperature {first.temperature:g}{more}, with {taus} tokens per pass.{memory}"

@@ -8,8 +8,8 @@ from rich.table import Table
 from outrider.drafting.propose.expression import short
 from outrider.lab.common.records import from_json
 from outrider.lab.fit.drafts import DraftFigures
-from outrider.lab.fit.option import Option, size
-from outrider.runtime.report.console import Document, new_table
+from outrider.lab.fit.option import Option
+from outrider.runtime.report.console import Document, bytes_text, new_table
 
 
 def show(document: Document, console: Console) -> None:
@@ -29,7 +29,7 @@ def show(document: Document, console: Console) -> None:
             memory = ""
         else:
             speeds = [speed.interval for speed in option.by_temperature]
-            memory = size(option.memory_bytes) if option.memory_bytes else "no weights"
+            memory = bytes_text(option.memory_bytes) if option.memory_bytes else "no weights"
         table.add_row(option.name, *speeds, taus, memory, option.verdict)
     console.print(table)
     if document["fit"]["drafts"]:
@@ -48,7 +48,7 @@ def _drafts(drafts: Sequence[DraftFigures]) -> Table:
         table.add_row(
             short(each.proposer),
             each.draft_quantize or "as stored",
-            size(each.memory_bytes),
+            bytes_text(each.memory_bytes),
             f"{each.token_ms:.2f}",
             f"{each.tau:.2f}",
             f"{each.acceptance:.0%}",

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
+from outrider.media.output.writer import picture as scaled
 from outrider.media.results import Maker, MediaResult
 
 COLORS = {Maker.TARGET: (240, 140, 30), Maker.DRAFTER: (60, 150, 250)}
@@ -45,7 +44,7 @@ def _draw(results: Sequence[tuple[str, str, MediaResult]], frame: int, prompt: s
         draw.text((left, _HEAD + 17), line, fill=_MUTED)
         current = _block_of(result, frame)
         draw.rectangle((left, top, left + column - 1, top + column - 1), fill=COLORS[result.blocks[current].maker])
-        picture.paste(_frame(result.content[frame], side), (left + _BORDER, top + _BORDER))
+        picture.paste(scaled(result.content[frame], _SCALE), (left + _BORDER, top + _BORDER))
         _draw_bar(draw, result, current, left, top + column + 5, column)
     _draw_legend(draw, picture.height - _LEGEND)
     return picture
@@ -66,13 +65,6 @@ def _draw_legend(draw: Any, top: int) -> None:
         draw.rectangle((left, top, left + 11, top + 11), fill=COLORS[maker])
         draw.text((left + 17, top), text, fill=_MUTED)
         left += 160
-
-
-def _frame(pixels: Tensor, side: int) -> Any:
-    from PIL import Image
-
-    picture = Image.fromarray((pixels.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).contiguous().numpy())
-    return picture.resize((side, side), Image.Resampling.NEAREST)
 
 
 def _block_of(result: MediaResult, frame: int) -> int:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from outrider.errors import OutriderError
 from outrider.runtime.atomic_files import check_writable
 
@@ -32,6 +34,14 @@ def check_video_file(path: str | Path) -> Path:
     check_writable(file)
     _pillow()
     return file
+
+
+def picture(frame: Tensor, scale: int) -> Any:
+    """Return the pillow image of a frame (3, rows, columns) from 0 to 1. Each pixel becomes scale x scale pixels."""
+    from PIL import Image
+
+    made = Image.fromarray((frame.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).contiguous().numpy())
+    return made.resize((made.width * scale, made.height * scale), Image.Resampling.NEAREST)
 
 
 def write_video(pictures: Sequence[Any], file: Path, *, fps: float) -> Written:

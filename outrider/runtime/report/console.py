@@ -36,6 +36,11 @@ def count_text(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def bytes_text(size: float) -> str:
+    """Return a number of bytes in words: 1.5 GB."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
 def print_document(
     document: Document,
     show: Callable[[Document, Console], None],

@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.runtime.report.console import NONE, count_text, new_table
+from outrider.runtime.report.console import NONE, bytes_text, count_text, new_table
 from outrider.scale.estimate.machines import MIDDLE
 
 
@@ -74,7 +74,7 @@ def _separate(document: dict[str, Any]) -> list[str]:
         f" {separate['output_tokens']} tokens, middle case: {count_text(case['prefill_groups'], 'prefill group')} and"
         f" {count_text(case['decode_groups'], 'decode group')} of batch {case['decode_batch']}"
         f" ({case['decode_groups_plain']} without a draft); first token after {1e3 * case['ttft_seconds']:.0f} ms;"
-        f" {_bytes(separate['cache_bytes_per_request'])} of KV cache per request,"
+        f" {bytes_text(separate['cache_bytes_per_request'])} of KV cache per request,"
         f" {separate['transfer_bytes_per_s'] / 1e9:.2f} GB/s."
     ]
 
@@ -148,17 +148,17 @@ def _memory(document: dict[str, Any]) -> list[str]:
     lines = []
     for entry in document["memory"]:
         parts = [
-            f"target weights {_bytes(entry['target_weight_bytes'])}",
-            f"its cache {_bytes(entry['target_cache_bytes_per_sequence'])} per sequence",
+            f"target weights {bytes_text(entry['target_weight_bytes'])}",
+            f"its cache {bytes_text(entry['target_cache_bytes_per_sequence'])} per sequence",
         ]
         if entry["draft_weight_bytes"]:
-            parts.append(f"draft weights {_bytes(entry['draft_weight_bytes'])}")
-            parts.append(f"its cache {_bytes(entry['draft_cache_bytes_per_sequence'])} per sequence")
+            parts.append(f"draft weights {bytes_text(entry['draft_weight_bytes'])}")
+            parts.append(f"its cache {bytes_text(entry['draft_cache_bytes_per_sequence'])} per sequence")
         if entry["sequences"] is None:
             sequences = "the memory is unknown; give --memory in GB"
         else:
             sequences = (
-                f"{count_text(entry['sequences'], 'sequence')} fit in {_bytes(entry['usable_bytes'])}, and"
+                f"{count_text(entry['sequences'], 'sequence')} fit in {bytes_text(entry['usable_bytes'])}, and"
                 f" {entry['sequences_without_draft']} without a draft"
             )
         lines.append(f"Memory with {entry['context']} cached tokens: {', '.join(parts)}; {sequences}.")
@@ -217,7 +217,3 @@ def _batch_limit(batch: int | None) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _bytes(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

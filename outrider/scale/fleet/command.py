@@ -7,13 +7,14 @@ from outrider._version import __version__
 from outrider.core.option import as_json
 from outrider.errors import OutriderError
 from outrider.scale.estimate.machines import MachineOverrides
+from outrider.scale.estimate.pair import Acceptance
 from outrider.scale.fleet.arrivals import Arrival, Lengths, parse_arrivals
 from outrider.scale.fleet.costs import ServerCosts, projected_costs, read_costs
 from outrider.scale.fleet.options import FleetOptions
 from outrider.scale.fleet.replica import ReplicaSettings
 from outrider.scale.fleet.report import NOTE, summarize
 from outrider.scale.fleet.simulation import Fleet
-from outrider.scale.fleet.speculation import AcceptanceRates, parse_policy
+from outrider.scale.fleet.speculation import parse_policy
 
 _MAX_REPLICAS = 10_000
 
@@ -28,7 +29,7 @@ def run_fleet(options: FleetOptions) -> dict[str, Any]:
         if not 1 <= count <= _MAX_REPLICAS:
             raise OutriderError(f"--replicas is {count}; use numbers from 1 to {_MAX_REPLICAS}")
     server = _costs(options)
-    acceptance = AcceptanceRates(options.alpha)
+    acceptance = Acceptance(rates=options.alpha, repeat_last=True)
     settings = ReplicaSettings(
         server=server,
         acceptance=acceptance,

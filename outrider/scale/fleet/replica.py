@@ -6,9 +6,10 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.scale.estimate.pair import Acceptance
 from outrider.scale.fleet.arrivals import Arrival
 from outrider.scale.fleet.costs import ServerCosts
-from outrider.scale.fleet.speculation import AcceptanceRates, Policy
+from outrider.scale.fleet.speculation import Policy, draw
 
 PUBLISH_SECONDS = 0.04  # `PUBLISH_INTERVAL` of the server
 _MIN_CHUNK = 16  # prompt tokens of a round, even if it then takes longer than the limit (`engine.prefill_budget`)
@@ -19,7 +20,7 @@ class ReplicaSettings:
     """A server: the costs of its rounds, and the limits of `outrider serve`."""
 
     server: ServerCosts
-    acceptance: AcceptanceRates
+    acceptance: Acceptance
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     max_round_seconds: float = 0.06  # of a round in which sequences decode; 0: no limit
@@ -154,7 +155,7 @@ class Replica:
         cached = sum(job.cached for job in self.running) / len(self.running)
         allowed = self.policy(seqs, cached) if seqs else 0
         drafts = [min(allowed, job.arrival.output - job.emitted - 1) for job in emitting]
-        accepted = [self.settings.acceptance.draw(k, self.rng) if k else 0 for k in drafts]
+        accepted = [draw(self.settings.acceptance, k, self.rng) if k else 0 for k in drafts]
         emitted = [(job, 1 + count) for job, count in zip(emitting, accepted, strict=True)]
         seconds = self._seconds(seqs, drafts, feed, cached)
         self._count(seqs, drafts, accepted, feed, emitted)

@@ -2,37 +2,22 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from outrider.drafting.plan.pass_cost import CostModel
 from outrider.drafting.plan.speedup import expected_tau
 from outrider.errors import OutriderError
+from outrider.scale.estimate.pair import Acceptance
 
 Policy = Callable[[int, float], int]  # draft tokens for so many sequences with so many cached tokens each
 _CACHED_STEP = 128  # cached tokens that change the choice
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptanceRates:
-    """The acceptance rate of each position. The last one holds for all further positions."""
-
-    rates: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        expected_tau(self.rates)  # raises OutriderError for rates outside of [0, 1]
-        if not self.rates:
-            raise OutriderError("no acceptance rate is given; give at least one, such as 0.8")
-
-    def first(self, k: int) -> tuple[float, ...]:
-        """Return the rates of the first k positions."""
-        return (*self.rates, *[self.rates[-1]] * (k - len(self.rates)))[:k]
-
-    def draw(self, k: int, rng: random.Random) -> int:
-        """Return how many of k draft tokens are accepted."""
-        for accepted, rate in enumerate(self.first(k)):
-            if rng.random() >= rate:
-                return accepted
-        return k
+def draw(acceptance: Acceptance, k: int, rng: random.Random) -> int:
+    """Return how many of k draft tokens are accepted."""
+    for accepted, rate in enumerate(acceptance.first(k)):
+        if rng.random() >= rate:
+            return accepted
+    return k
 
 
 def off(_seqs: int, _cached: float) -> int:
@@ -45,7 +30,7 @@ def fixed(k: int) -> Policy:
     return lambda _seqs, _cached: k
 
 
-def by_load(costs: CostModel, acceptance: AcceptanceRates, *, max_k: int = 8) -> Policy:
+def by_load(costs: CostModel, acceptance: Acceptance, *, max_k: int = 8) -> Policy:
     """Return the policy that drafts as many tokens as give the most tokens/s: E[tau(k)] / (propose + verify).
 
     This is the equation of the planner (`outrider.drafting.plan.cost_planner`), without its trials
@@ -67,7 +52,7 @@ def by_load(costs: CostModel, acceptance: AcceptanceRates, *, max_k: int = 8) ->
     return policy
 
 
-def parse_policy(text: str, costs: CostModel, acceptance: AcceptanceRates) -> Policy:
+def parse_policy(text: str, costs: CostModel, acceptance: Acceptance) -> Policy:
     """Return the policy of "off", "fixed:K" or "load". Raises OutriderError if the text is none of them."""
     name, _, number = text.partition(":")
     if text == "off":

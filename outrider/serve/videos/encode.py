@@ -2,11 +2,10 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from torch import Tensor
 
-from outrider.media.output.writer import write_video
+from outrider.media.output.writer import picture, write_video
 from outrider.serve.videos.job import VideoFile
 from outrider.serve.videos.models import FPS
 
@@ -20,15 +19,8 @@ def encode_video(content: Tensor, *, scale: int, output_format: str) -> VideoFil
         output_format: mp4 or gif. If mp4 cannot be encoded, the file is a gif and has a note.
     """
     with TemporaryDirectory(prefix="outrider-") as folder:
-        pictures = [_picture(frame, scale) for frame in content]
+        pictures = [picture(frame, scale) for frame in content]
         written = write_video(pictures, Path(folder) / f"video.{output_format}", fps=FPS)
         # The path in the note is of no use to a client.
         note = None if written.note is None else written.note.removesuffix(f": {written.file}")
         return VideoFile(data=written.file.read_bytes(), format=written.file.suffix[1:], note=note)
-
-
-def _picture(frame: Tensor, scale: int) -> Any:
-    from PIL import Image
-
-    picture = Image.fromarray((frame.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).contiguous().numpy())
-    return picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)

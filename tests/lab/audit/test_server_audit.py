@@ -9,9 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from outrider.cli.app import app
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
@@ -27,6 +25,7 @@ from outrider.lab.audit.server.run import run_server_audit
 from outrider.lab.audit.server.settings import ServerOptions, check_given
 from outrider.lab.audit.settings import Settings
 from outrider.lab.audit.statistics import chi_square_tail, noncentral_tail, power
+from tests.helpers.commands import invoke, succeed
 from tests.helpers.fake_server import NAME, FakeEngine, FakeServer, save_pair, serving, warp
 
 PROMPT = "aab"
@@ -302,13 +301,12 @@ def test_command_over_http(fake, folders):
         arguments = ["audit", "--server", url, "--target", str(folders[0]), "--samples", "100", "--tokens", "3"]
         arguments += ["--tests", "first"]
         arguments += ["--threads", "1", "--json"]
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 0, result.output
+        result = succeed(*arguments)
         document = json.loads(result.stdout.splitlines()[-1])
         assert document["passed"]
         assert document["distribution"]["power"]
         fake.engine.defect = "greedy"
-        result = CliRunner().invoke(app, arguments)
+        result = invoke(*arguments)
         assert result.exit_code == 1
         assert "every token is the likeliest one" in result.output
 
@@ -323,7 +321,7 @@ def test_mistakes_have_one_line(fake, folders):
             (url, ["--model", "nothing"], "has no model 'nothing'; give --model one of: tiny"),
             (url.replace("/v1", "/wrong"), [], "answered 404; check the URL"),
         ):
-            result = CliRunner().invoke(app, ["audit", "--server", server, "--target", target, *others])
+            result = invoke("audit", "--server", server, "--target", target, *others)
             assert result.exit_code == 2
             assert message in result.output
     with pytest.raises(OutriderError, match="--proposer does not go with --server"):
@@ -332,7 +330,7 @@ def test_mistakes_have_one_line(fake, folders):
         check_given("http://a", {"k"})
     check_given("http://a", {"k", "draft"})
     check_given(None, {"k"})
-    result = CliRunner().invoke(app, ["audit", "--server", "http://127.0.0.1:9", "--draft", "@nano", "--k", "0"])
+    result = invoke("audit", "--server", "http://127.0.0.1:9", "--draft", "@nano", "--k", "0")
     assert "k is 0; use a number of draft tokens from 1 to 256" in result.output
     with pytest.raises(OutriderError, match="--draft needs --server"):
         check_given(None, {"draft"})

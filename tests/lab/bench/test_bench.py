@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams, Stats
-from outrider.cli.app import app
 from outrider.core.planner import FixedPlanner
 from outrider.core.prompts import by_category, read_prompts
 from outrider.drafting.plan.pass_cost import CostModel, PassCost
@@ -24,6 +22,7 @@ from outrider.lab.common.trial import Trial, Variant, run
 from outrider.lab.common.turns import Turns, with_planner
 from outrider.models.loader.embedded import embedded
 from tests.helpers import tiny
+from tests.helpers.commands import invoke, succeed
 from tests.helpers.configured import with_engine
 
 SHORT = ("--repeats", "1", "--max-tokens", "4", "--limit", "1")  # options of a short run
@@ -360,8 +359,7 @@ def test_document_of_a_run(prompts):
 
 def test_command_prints_tables_and_document(prompts):
     arguments = ["bench", "--prompts", prompts, "--repeats", "1", "--max-tokens", "6", "--limit", "1", "--batch", "2"]
-    result = CliRunner().invoke(app, [*arguments, "--proposer", "ngram", "--temperature", "1"])
-    assert result.exit_code == 0, result.output
+    result = succeed(*arguments, "--proposer", "ngram", "--temperature", "1")
     lines = result.stdout.splitlines()
     document = json.loads(lines[-1])
     assert document["proposer"] == "ngram"
@@ -376,7 +374,7 @@ def test_results_are_printed_if_files_cannot_be_written(prompts, tmp_path, monke
     monkeypatch.setattr("outrider.lab.bench.command.check_report", lambda file: None)
     arguments = ["bench", "--prompts", prompts, *SHORT, "--proposer", "ngram"]
     files = ["--k", "auto", "--plan", str(tmp_path / "none/plan.json"), "--report", str(tmp_path)]
-    result = CliRunner().invoke(app, [*arguments, *files])
+    result = invoke(*arguments, *files)
     assert result.exit_code == 2
     assert "the plan was not saved" in result.stderr
     assert "name a file in a writable folder. The results are not lost" in result.stderr
@@ -387,8 +385,7 @@ def test_results_are_printed_if_files_cannot_be_written(prompts, tmp_path, monke
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_command_with_quantized_target(prompts, kernels):
     arguments = ["bench", "--device", "cpu", "--prompts", prompts, *SHORT]
-    result = CliRunner().invoke(app, [*arguments, "--kernels", kernels, "--quantize", "int8"])
-    assert result.exit_code == 0, result.output
+    result = succeed(*arguments, "--kernels", kernels, "--quantize", "int8")
     document = json.loads(result.stdout.splitlines()[-1])
     assert document["kernels"] == f"{kernels} int8"
     assert document["weight_bits"] == 8
@@ -405,7 +402,7 @@ def test_scaling_measures_each_number_of_threads(monkeypatch):
 
     monkeypatch.setattr("outrider.lab.bench.scaling.known_costs", costs)
     before = torch.get_num_threads()
-    result = CliRunner().invoke(app, ["bench", "--target", "@nano", "--scaling", "1,2", "--json"])
+    result = invoke("bench", "--target", "@nano", "--scaling", "1,2", "--json")
     torch.set_num_threads(before)
     assert result.exit_code == 0, result.output
     teams = json.loads(result.stdout.splitlines()[-1])["teams"]
@@ -416,8 +413,7 @@ def test_scaling_measures_each_number_of_threads(monkeypatch):
 
 def test_ceiling_replays_plain_decoding(prompts):
     arguments = ["bench", "--target", "@nano", "--prompts", prompts, *SHORT[:2], "--max-tokens", "17", "--limit", "1"]
-    result = CliRunner().invoke(app, [*arguments, "--ceiling", "1,0", "--batch", "1,2", "--sweep", "k=3,15", "--json"])
-    assert result.exit_code == 0, result.output
+    result = succeed(*arguments, "--ceiling", "1,0", "--batch", "1,2", "--sweep", "k=3,15", "--json")
     document = json.loads(result.stdout.splitlines()[-1])
     taus = {(each["acceptance"], each["batch"], each["k"]): each["tau"] for each in document["ceilings"]}
     assert len(taus) == 8
@@ -447,7 +443,7 @@ def test_ceiling_replays_plain_decoding(prompts):
     ],
 )
 def test_command_errors(arguments, message):
-    result = CliRunner().invoke(app, ["bench", *arguments])
+    result = invoke("bench", *arguments)
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()[-1:]
     assert line.startswith("error: ")

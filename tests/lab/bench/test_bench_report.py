@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from outrider import OutriderError, Stats
-from outrider.cli.app import app
 from outrider.core.bound import TotalVariation
 from outrider.lab.bench.figures import Spread
 from outrider.lab.bench.run import run_bench
@@ -17,6 +15,7 @@ from outrider.lab.bench.settings import Settings
 from outrider.lab.bench.table import show
 from outrider.models.loader.embedded import embedded
 from outrider.runtime.report.page import check_report, write_report
+from tests.helpers.commands import succeed
 from tests.helpers.configured import with_engine
 
 
@@ -100,8 +99,7 @@ def test_command_writes_report(monkeypatch, result, tmp_path):
     """The page has the tables and the document. It loads nothing and has no scripts."""
     monkeypatch.setattr("outrider.lab.bench.command.run_bench", lambda settings, **_: result)
     file = tmp_path / "report.html"
-    done = CliRunner().invoke(app, ["bench", "--report", str(file)])
-    assert done.exit_code == 0, done.output
+    done = succeed("bench", "--report", file)
     assert json.loads(done.stdout.splitlines()[-1])["results"].keys() == {"a<b>&c", "talk", "overall"}
     assert f"the report is in {file}" in done.stderr
     text = file.read_text("utf-8")

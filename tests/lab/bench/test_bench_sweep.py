@@ -4,10 +4,8 @@ import json
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError
-from outrider.cli.app import app
 from outrider.core.prompts import read_prompts
 from outrider.lab.bench.figures import OVERALL
 from outrider.lab.bench.run import run_bench
@@ -16,6 +14,7 @@ from outrider.lab.bench.sweep import conditions, default_condition, draft_length
 from outrider.lab.bench.table import show
 from outrider.lab.common.jobs import Condition, make_batches
 from outrider.lab.common.number_lists import parse_figures, parse_real, parse_whole, sweep_values
+from tests.helpers.commands import invoke, succeed
 from tests.helpers.configured import with_engine
 
 PROMPTS = [
@@ -144,8 +143,7 @@ def test_run_along_every_axis(prompts):
 
 def test_command_with_sweeps(prompts):
     arguments = ["bench", "--prompts", prompts, "--repeats", "1", "--max-tokens", "4", "--dtype", "float32"]
-    result = CliRunner().invoke(app, [*arguments, "--proposer", "ngram", "--sweep", "k=1,2", "--temperature", "0,1"])
-    assert result.exit_code == 0, result.output
+    result = succeed(*arguments, "--proposer", "ngram", "--sweep", "k=1,2", "--temperature", "0,1")
     document = json.loads(result.stdout.splitlines()[-1])
     assert document["arguments"]["temperature"] == 0.0
     assert document["arguments"]["sweep"] == {"k": [1, 2], "batch": [], "context": [], "temperature": [0.0, 1.0]}
@@ -170,7 +168,7 @@ def test_command_with_sweeps(prompts):
     ],
 )
 def test_command_errors(arguments, message):
-    result = CliRunner().invoke(app, ["bench", *arguments])
+    result = invoke("bench", *arguments)
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert message in line

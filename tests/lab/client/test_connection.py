@@ -4,12 +4,11 @@ import asyncio
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from outrider.cli.app import app
 from outrider.errors import OutriderError
 from outrider.lab.client.server import connect
 from tests.helpers.closing_server import closing_server
+from tests.helpers.commands import succeed
 
 
 def post(url, *, times):
@@ -43,8 +42,7 @@ def test_an_answer_that_breaks_off_is_an_error():
 def test_the_load_loses_no_request():
     with closing_server() as (url, _):
         command = ["load", "--base-url", url, "--num-requests", "12", "--max-concurrency", "3"]
-        result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
+        result = succeed(*command)
     document = json.loads(result.stdout.splitlines()[-1])
     assert (document["completed"], document["errors"]) == (12, [])
     assert document["retries"] >= 12 - 3 + 1  # each but the first of a new connection, and GET has used one
@@ -56,8 +54,7 @@ def test_the_load_loses_no_request():
 def test_tune_loses_no_request_and_reports_what_was_sent_again():
     with closing_server() as (url, _):
         command = ["tune", "--server", url, "--baseline", url, "--batch", "2", "--num-requests", "6"]
-        result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
+        result = succeed(*command)
     document = json.loads(result.stdout.splitlines()[-1])
     assert document["loads"][0]["speedup"] > 0
     assert document["retries"] > 0

@@ -6,9 +6,7 @@ from collections import namedtuple
 
 import pytest
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from outrider.cli.app import app
 from outrider.drafting.plan.pass_cost import CostModel, PassCost
 from outrider.errors import OutriderError
 from outrider.lab.audit.prompts import DEFAULT
@@ -19,6 +17,7 @@ from outrider.lab.fit.settings import Settings, parse_ascending
 from outrider.lab.fit.state import State
 from outrider.train.run import FACTS
 from outrider.train.trainer import STATE
+from tests.helpers.commands import succeed
 from tests.helpers.configured import with_engine
 from tests.helpers.gguf_files import SIZES, write_gguf
 from tests.helpers.tiny import compiles, make_config, save
@@ -74,7 +73,7 @@ def fit(target, prompts):
 
     def invoke(out, *words, **other):
         options = {"--target": target, "--prompts": prompts, "--out": out} | QUICK | other
-        return CliRunner().invoke(app, ["fit", *(str(word) for pair in options.items() for word in pair), *words])
+        return invoke("fit", *(word for pair in options.items() for word in pair), *words)
 
     return invoke
 
@@ -91,6 +90,13 @@ def finished(fit, tmp_path_factory):
 @pytest.fixture
 def copied(finished, tmp_path):
     return shutil.copytree(finished[0], tmp_path / "copied")
+
+
+def finish(fit, out, **options):
+    """Run a fit that must succeed, and return its document."""
+    result = fit(out, **options)
+    assert result.exit_code == 0, result.output
+    return json.loads((out / "fit.json").read_text())
 
 
 def forbid(patch, *names):
@@ -156,9 +162,7 @@ def test_head_is_trained_on_the_quantized_target(source, fit, tmp_path, monkeypa
     else:
         options = {"--dtype": "auto", "--quantize": "int8"}
         kernels = "torch int8"
-    result = fit(tmp_path / "out", **options)
-    assert result.exit_code == 0, result.output
-    document = json.loads((tmp_path / "out" / "fit.json").read_text())
+    document = finish(fit, tmp_path / "out", **options)
     assert trained_on == [kernels]
     assert document["kernels"] == kernels  # of the measurements
     measured = [option["proposer"] for option in document["fit"]["options"] if option["held_out"]]
@@ -215,9 +219,7 @@ def test_family_is_measured_as_drafts(fit, tmp_path):
 def test_head_is_trained_on_a_hybrid(fit, tmp_path):
     layers = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
     config = make_config("BambaConfig", hidden_size=64, max_position_embeddings=256, **layers)
-    result = fit(tmp_path / "out", **{"--target": save(tmp_path / "target", config)})
-    assert result.exit_code == 0, result.output
-    document = json.loads((tmp_path / "out" / "fit.json").read_text())
+    document = finish(fit, tmp_path / "out", **{"--target": save(tmp_path / "target", config)})
     measured = [option["proposer"] for option in document["fit"]["options"] if option["held_out"]]
     assert f"draft:{(tmp_path / 'out' / 'head').resolve()}" in measured
 
@@ -258,8 +260,7 @@ def test_config_of_other_commands(command, finished, prompts, tmp_path):
     file.write_text(json.dumps(document | {"settings": settings}))
     words = ["red red", "--max-tokens", "4"] if command == "run" else ["--prompts", str(prompts), "--max-tokens", "4"]
     words += ["--repeats", "1", "--limit", "1"] if command == "bench" else ["--json"]
-    result = CliRunner().invoke(app, [command, "--config", str(file), "--threads", "1", *words])
-    assert result.exit_code == 0, result.output
+    succeed(command, "--config", file, "--threads", "1", *words)
 
 
 def test_certificate_of_chosen_proposer(fit, copied, monkeypatch):
@@ -325,9 +326,7 @@ def test_ctrl_c_keeps_best_so_far_and_resumes(fit, tmp_path, monkeypatch):
     assert (out / "head" / STATE).is_file()
     steps = json.loads((out / "state.json").read_text())["stages"]["training"]["steps"]
     forget(out, "training")
-    result = fit(out)
-    assert result.exit_code == 0, result.output
-    document = json.loads((out / "fit.json").read_text())
+    document = finish(fit, out)
     assert document["fit"]["complete"]
     assert document["fit"]["first_measurement"] == first
     assert document["fit"]["training"]["steps"] == steps
@@ -336,9 +335,7 @@ def test_ctrl_c_keeps_best_so_far_and_resumes(fit, tmp_path, monkeypatch):
 def test_resume_between_training_and_second_measurement(fit, copied, monkeypatch):
     forget(copied, "final", "certificate")
     forbid(monkeypatch, "make_training", "train_head")
-    result = fit(copied)
-    assert result.exit_code == 0, result.output
-    assert json.loads((copied / "fit.json").read_text())["fit"]["complete"]
+    assert finish(fit, copied)["fit"]["complete"]
 
 
 def test_finished_fit_leaves_no_state_of_its_training(finished):
@@ -364,9 +361,7 @@ def test_interrupted_measurement_resumes_from_its_runs(fit, tmp_path, monkeypatc
     assert "Its runs so far are kept" in result.stderr
     stored = (out / "first.runs").read_text().splitlines()
     assert len(stored) > 2
-    result = fit(out, **{"--minutes": 0})
-    assert result.exit_code == 0, result.output
-    document = json.loads((out / "fit.json").read_text())
+    document = finish(fit, out, **{"--minutes": 0})
     assert [plain["batches"] for plain in document["fit"]["first_measurement"]["plain"]] == [5, 5]
     assert not (out / "first.runs").exists()
     assert not (out / "head").exists()
@@ -375,9 +370,7 @@ def test_interrupted_measurement_resumes_from_its_runs(fit, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_more_minutes_train_the_head_of_a_finished_fit_anew(fit, copied, finished):
-    result = fit(copied, **{"--minutes": 0.05})
-    assert result.exit_code == 0, result.output
-    document = json.loads((copied / "fit.json").read_text())
+    document = finish(fit, copied, **{"--minutes": 0.05})
     assert document["fit"]["training"]["minutes"] == 0.05
     assert document["fit"]["training"]["steps"] > finished[1]["fit"]["training"]["steps"]
     assert document["fit"]["first_measurement"] == finished[1]["fit"]["first_measurement"]

@@ -5,7 +5,7 @@ import pytest
 from outrider.core.config import EngineConfig
 from outrider.drafting.plan.pass_cost import CostModel, PassCost
 from outrider.lab.common.records import from_json
-from outrider.lab.fit.option import Option, size
+from outrider.lab.fit.option import Option
 from outrider.lab.fit.outcome import Outcome, duration
 from outrider.lab.fit.rules import (
     TargetSize,
@@ -16,6 +16,7 @@ from outrider.lab.fit.rules import (
     plan_training,
     ranked,
 )
+from outrider.runtime.report.console import bytes_text
 from tests.lab.fit.made_up import TRAINED, case, certificate, measured
 
 
@@ -245,4 +246,4 @@ def test_head_that_was_not_trained_has_a_reason():
 
 def test_amounts_in_words():
     assert (duration(1.0), duration(30.0), duration(0.5)) == ("1 minute", "30 minutes", "0.5 minutes")
-    assert (size(2_500_000), size(3_210_000_000)) == ("2.5 MB", "3.21 GB")
+    assert (bytes_text(2_500_000), bytes_text(3_210_000_000)) == ("2.5 MB", "3.2 GB")

@@ -6,9 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
-from outrider.cli.app import app
 from outrider.core.prompts import read_prompts
 from outrider.errors import OutriderError
 from outrider.lab.loadgen import client
@@ -17,6 +15,7 @@ from outrider.lab.loadgen.figures import Figures
 from outrider.lab.loadgen.response import RequestResult, ResponseRecorder
 from outrider.lab.loadgen.settings import Settings
 from outrider.lab.loadgen.workload import plan_requests
+from tests.helpers.commands import invoke, succeed
 from tests.helpers.local_server import Handler, serve
 
 MIXED_SETTINGS = Settings(num_requests=40, mixed=True, max_tokens=64, cancel=0.3)
@@ -132,8 +131,7 @@ def test_server_without_a_model_or_with_a_key_is_an_error():
 def test_canceled_requests_are_counted_separately():
     with fake_server(200, text_events(*"abcdefgh", finish_reason="length")) as url:
         command = f"load --base-url {url} --num-requests 20 --mixed --cancel 0.4 --max-concurrency 4 --max-tokens 12"
-        result = CliRunner().invoke(app, command.split())
-    assert result.exit_code == 0, result.output
+        result = succeed(*command.split())
     document = json.loads(result.output.splitlines()[-1])
     assert document["completed"] + document["canceled"] == 20
     assert document["canceled"] > 2
@@ -144,7 +142,7 @@ def test_canceled_requests_are_counted_separately():
 
 def test_exit_code_if_all_requests_fail():
     with fake_server(503, b"not now") as url:
-        result = CliRunner().invoke(app, ["load", "--base-url", url, "--num-requests", "2"])
+        result = invoke("load", "--base-url", url, "--num-requests", "2")
     assert result.exit_code == 1
     assert "2 requests failed; the first error" in result.output
 
@@ -156,7 +154,7 @@ def test_two_servers_on_one_page(tmp_path):
     page = tmp_path / "page.html"
     with fake_server(200, STREAM) as first, fake_server(503, b"not now") as second:
         arguments = ["load", "--base-url", first, "--against", second, "--num-requests", "5", "--report", str(page)]
-        result = CliRunner().invoke(app, [*arguments, "--json"])
+        result = invoke(*arguments, "--json")
     assert result.exit_code == 1, result.output  # no request of the second server succeeds
     document = json.loads(result.stdout.splitlines()[-1])
     good, bad = document["servers"]
@@ -185,6 +183,6 @@ def test_comparison_is_in_favor_of_the_first_server():
 def test_options_of_a_comparison(tmp_path):
     with pytest.raises(OutriderError, match="--against-model needs --against URL"):
         Settings(against_model="m")
-    result = CliRunner().invoke(app, ["load", "--against", "http://127.0.0.1:9", "--report", str(tmp_path / "a.pdf")])
+    result = invoke("load", "--against", "http://127.0.0.1:9", "--report", tmp_path / "a.pdf")
     assert result.exit_code == 2
     assert "another suffix than .html" in result.output

@@ -18,6 +18,7 @@ from outrider.lab.tune.measure import VariantEngines
 from outrider.lab.tune.settings import Settings
 from outrider.models.loader.embedded import embedded
 from tests.helpers import tiny
+from tests.helpers.commands import invoke
 from tests.helpers.configured import configured
 from tests.helpers.heads import write_new_head
 from tests.lab.tune.commands import document
@@ -178,7 +179,7 @@ INVALID_SETTINGS = (
 def test_config_that_recommends_plain_decoding(tmp_path):
     file = str(advice_file(tmp_path / "advice.json", proposer="none", k=0))
     assert configured(file).k == 0
-    result = CliRunner().invoke(app, ["bench", "--config", file])
+    result = invoke("bench", "--config", file)
     assert "k is 0, so there is nothing to compare with plain decoding; give --k of at least 1" in result.stderr
     with pytest.raises(OutriderError, match="recommends plain decoding, and k was given"):
         configured(file, k=8)

@@ -4,14 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
-from outrider.cli.app import app
 from outrider.errors import OutriderError
 from outrider.lab.client.metrics import Speculation, read_speculation
 from outrider.lab.client.server import base_url
 from outrider.lab.tune.server.advice import Load, advise, best_k
 from outrider.lab.tune.server.settings import check_given
+from tests.helpers.commands import invoke
 from tests.helpers.metrics_server import recorded, serving, vllm_metrics
 
 OURS = """outrider_drafts_total 10.0
@@ -34,7 +33,7 @@ SPECULATION = Speculation(
 
 def tune(*arguments):
     """Run the command and return its result and its document."""
-    result = CliRunner().invoke(app, ["tune", "--max-tokens", "4", "--json", *arguments])
+    result = invoke("tune", "--max-tokens", "4", "--json", *arguments)
     document = json.loads(result.stdout.splitlines()[-1]) if result.exit_code == 0 else None
     return result, document
 

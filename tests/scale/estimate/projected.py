@@ -2,16 +2,14 @@
 
 import json
 
-from typer.testing import CliRunner
-
-from outrider.cli.app import app
+from tests.helpers.commands import invoke
 
 OPTIONS = ("--target", "8B", "--machine", "h100", "--alpha", "0.8")
 
 
 def project(*words):
     """Return the result of the command."""
-    return CliRunner().invoke(app, ["project", *words])
+    return invoke("project", *words)
 
 
 def projected(*words):

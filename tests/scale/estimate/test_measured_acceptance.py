@@ -3,12 +3,11 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 from outrider import OutriderError
-from outrider.cli.app import app
 from outrider.scale.estimate.measured import read_bench
 from outrider.scale.estimate.pair import Acceptance
+from tests.helpers.commands import succeed
 from tests.scale.estimate.projected import OPTIONS, projected
 
 
@@ -19,8 +18,7 @@ def benchmark(tmp_path_factory):
     prompts = folder / "prompts.jsonl"
     prompts.write_text(json.dumps({"category": "code", "prompt": "<|endoftext|>import os\nimport sys\n"}) + "\n")
     words = ["--prompts", str(prompts), "--repeats", "1", "--max-tokens", "16", "--k", "3", "--threads", "1"]
-    result = CliRunner().invoke(app, ["bench", *words, "--dtype", "float32"])
-    assert result.exit_code == 0, result.output
+    result = succeed("bench", *words, "--dtype", "float32")
     file = folder / "bench.txt"
     file.write_text(result.stdout)
     return file

@@ -4,11 +4,10 @@ import json
 import math
 
 import pytest
-from typer.testing import CliRunner
 
 from outrider import OutriderError
-from outrider.cli.app import app
 from outrider.scale.estimate.rl import step_limit, step_speedup
+from tests.helpers.commands import invoke
 
 # Seconds of generation and of the step, without and with speculation.
 NEMO_RL_ZERO = (100.0, 151.2, 56.6, 107.5)  # arXiv 2604.26779: Qwen3-8B-Base, EAGLE-3, 32 GB200
@@ -80,7 +79,7 @@ def test_properties():
 
 def project(*words, target="8B", machine="B200", batch="4,64"):
     arguments = ["--target", target, "--proposer", "head:0.04", "--machine", machine, "--batch", batch]
-    return CliRunner().invoke(app, ["project", *arguments, "--json", *words])
+    return invoke("project", *arguments, "--json", *words)
 
 
 def test_command():

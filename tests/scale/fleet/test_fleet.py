@@ -7,22 +7,22 @@ from importlib.util import find_spec
 from itertools import pairwise
 
 import pytest
-from typer.testing import CliRunner
 
 from outrider import OutriderError
-from outrider.cli.app import app
 from outrider.drafting.plan.pass_cost import CostModel, PassCost
 from outrider.drafting.plan.speedup import expected_tau
 from outrider.scale.estimate.disaggregation import mean_ttft
 from outrider.scale.estimate.equations import one_pass
 from outrider.scale.estimate.machines import GPU, MachineOverrides, efficiencies, find_machine
 from outrider.scale.estimate.models import Bits, find_model
+from outrider.scale.estimate.pair import Acceptance
 from outrider.scale.fleet.arrivals import Arrival, Lengths, bursts, parse_arrivals, poisson, read_trace
 from outrider.scale.fleet.costs import ServerCosts, projected_costs, read_costs
 from outrider.scale.fleet.replica import PUBLISH_SECONDS, ReplicaSettings
 from outrider.scale.fleet.report import percentiles, summarize
 from outrider.scale.fleet.simulation import Fleet
-from outrider.scale.fleet.speculation import AcceptanceRates, by_load, fixed, off, parse_policy
+from outrider.scale.fleet.speculation import by_load, draw, fixed, off, parse_policy
+from tests.helpers.commands import invoke
 
 needs_simpy = pytest.mark.skipif(find_spec("simpy") is None, reason='SimPy is missing: pip install "outrider[fleet]"')
 
@@ -31,7 +31,14 @@ TARGET = PassCost(tokens=(1, 11), seconds=(1.0, 2.0), entry=0.0, pair=0.0, fed=0
 DRAFT = PassCost(tokens=(1, 11), seconds=(0.1, 0.1), entry=0.0, pair=0.0, fed=0.0)
 PLAIN = CostModel(target=TARGET, draft=None, host=0.0)
 COSTS = CostModel(target=TARGET, draft=DRAFT, host=0.0)
-SURE, NEVER = AcceptanceRates((1.0,)), AcceptanceRates((0.0,))
+
+
+def repeated(rates):
+    """Return an acceptance whose last rate holds for all further positions."""
+    return Acceptance(rates=rates, repeat_last=True)
+
+
+SURE, NEVER = repeated((1.0,)), repeated((0.0,))
 
 
 def settings(costs=PLAIN, acceptance=SURE, server=None, **changed):
@@ -158,7 +165,7 @@ def test_drafts_save_rounds():
 def test_drafting_emits_the_expected_tau():
     rates = (0.8, 0.6, 0.5)
     requests = [request(output=2000)]
-    result = fleet(fixed(3), costs=COSTS, acceptance=AcceptanceRates(rates)).run_open(requests)
+    result = fleet(fixed(3), costs=COSTS, acceptance=repeated(rates)).run_open(requests)
     assert result.counts[0].tokens / result.counts[0].passes == pytest.approx(expected_tau(rates), rel=0.05)
 
 
@@ -255,7 +262,7 @@ def test_prefix_cache_is_limited():
 
 def test_speculation_by_load_is_the_best_k():
     costs = CostModel(target=PassCost(tokens=(1, 8, 64), seconds=(1.0, 1.1, 8.0), entry=0.0, pair=0.0), draft=DRAFT)
-    rates = AcceptanceRates((0.8,))
+    rates = repeated((0.8,))
     policy = by_load(costs, rates)
     assert policy(1, 0.0) >= 3
     assert policy(64, 0.0) == 0
@@ -275,13 +282,13 @@ def test_names_of_policies():
         with pytest.raises(OutriderError, match="use off, load, or fixed:K"):
             parse_policy(text, PLAIN, SURE)
     with pytest.raises(OutriderError, match="no acceptance rate"):
-        AcceptanceRates(())
+        repeated(())
 
 
 def test_draws_of_acceptance():
     rng = random.Random(7)
-    rates = AcceptanceRates((0.9, 0.5))
-    draws = [rates.draw(3, rng) for _ in range(20000)]
+    rates = repeated((0.9, 0.5))
+    draws = [draw(rates, 3, rng) for _ in range(20000)]
     assert sum(draws) / len(draws) == pytest.approx(expected_tau((0.9, 0.5, 0.5)) - 1, rel=0.02)
 
 
@@ -320,7 +327,7 @@ def test_percentiles():
 
 
 def run(*words):
-    return CliRunner().invoke(app, ["fleet", *words])
+    return invoke("fleet", *words)
 
 
 @needs_simpy

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import StreamingResponse
-from typer.testing import CliRunner
 
-from outrider.cli.app import app as cli
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
@@ -26,6 +24,7 @@ from outrider.scale.ray.settings import ScaleSettings
 from outrider.serve.monitoring.request_log import RequestLog, entry_of
 from outrider.serve.settings import Settings
 from outrider.train.rl.rollout import RolloutEngine, samples_of
+from tests.helpers.commands import invoke
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 
@@ -167,7 +166,7 @@ def test_without_ray(monkeypatch):
         import_ray()
     with pytest.raises(OutriderError, match="Ray is not installed"):
         RolloutPool(embedded("nano"), workers=2)
-    result = CliRunner().invoke(cli, ["scale"])
+    result = invoke("scale")
     assert result.exit_code == 2
     assert 'Ray is not installed; run pip install "outrider[ray]"' in result.output
 

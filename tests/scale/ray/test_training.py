@@ -8,14 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from outrider.cli.app import app as cli
 from outrider.errors import OutriderError
 from outrider.models.loader.embedded import embedded
 from outrider.scale.ray.train_settings import RayWorkers
 from outrider.scale.ray.training import train_on_ray
 from outrider.train.settings import Settings
+from tests.helpers.commands import invoke
 from tests.helpers.replicas import RAY_ENVIRONMENT
 
 ARGUMENTS = (
@@ -83,6 +82,6 @@ def test_one_of_torchrun_and_ray_starts_the_processes(monkeypatch, tmp_path):
 def test_without_ray(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     words = ["train", "medusa", "--data", "data.jsonl", "--out", str(tmp_path / "out"), "--ray-workers", "2"]
-    result = CliRunner().invoke(cli, words)
+    result = invoke(*words)
     assert result.exit_code == 2
     assert 'Ray is not installed; run pip install "outrider[ray]"' in result.output
