@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from outrider._version import __version__
@@ -18,10 +17,9 @@ from outrider.serve.api_keys import all_keys
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.handler import RequestHandler
 from outrider.serve.items.schema import ResponsesRequest
-from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
+from outrider.serve.middleware import add_middleware
 from outrider.serve.monitoring.metrics import EngineMetrics, VLLMMetrics, exposition
-from outrider.serve.monitoring.request_log import RequestLog
-from outrider.serve.monitoring.tracing import TraceMiddleware, Tracer
+from outrider.serve.monitoring.tracing import Tracer
 from outrider.serve.openai.errors import (
     MESSAGE_ERRORS,
     MESSAGE_RESPONSES,
@@ -92,7 +90,7 @@ def make_app(
     add_missing_routes(app)
     add_handlers(app)
     async_llm.tracer = tracer
-    _add_middleware(app, settings, tracer)
+    add_middleware(app, settings, all_keys(settings), tracer)
     return app
 
 
@@ -109,24 +107,6 @@ async def _lifespan(
     async_llm.stop()
     if tracer:
         tracer.close()
-
-
-def _add_middleware(app: FastAPI, settings: Settings, tracer: Tracer | None) -> None:
-    """Add the middleware. Middleware that is added later runs earlier."""
-    app.add_middleware(BodyLimitMiddleware, max_bytes=1024 * settings.max_body_kb)
-    if tracer:
-        app.add_middleware(TraceMiddleware, tracer=tracer)
-    if keys := all_keys(settings):
-        app.add_middleware(ApiKeyMiddleware, keys=keys)
-    if settings.allow_origin:  # runs before the key check, because browsers send preflight requests without a key
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.allow_origin,
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
-            expose_headers=["x-request-id", "retry-after", "x-outrider-unused-fields"],
-        )
-    app.add_middleware(RequestLog)
 
 
 def _add_text_routes(app: FastAPI, handler: RequestHandler) -> None:

@@ -3,14 +3,18 @@
 from collections.abc import Sequence
 from math import ceil
 
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.serve.anthropic.errors import in_api_of
 from outrider.serve.api_keys import ApiKey, find_key
-from outrider.serve.monitoring.request_log import entry_of
+from outrider.serve.monitoring.request_log import RequestLog, entry_of
+from outrider.serve.monitoring.tracing import TraceMiddleware, Tracer
 from outrider.serve.openai.responses import error_response
 from outrider.serve.pages import PAGE_PATHS
+from outrider.serve.settings import Settings
 
 _PUBLIC_PATHS = PAGE_PATHS | {"/health"}  # paths that need no API key
 _CHARGED_PATHS = frozenset(  # paths whose tokens count for a quota
@@ -103,3 +107,21 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return receive_body_first
+
+
+def add_middleware(app: FastAPI, settings: Settings, keys: Sequence[ApiKey], tracer: Tracer | None = None) -> None:
+    """Add the middleware that every server has. Middleware that is added later runs earlier."""
+    app.add_middleware(BodyLimitMiddleware, max_bytes=1024 * settings.max_body_kb)
+    if tracer:
+        app.add_middleware(TraceMiddleware, tracer=tracer)
+    if keys:
+        app.add_middleware(ApiKeyMiddleware, keys=keys)
+    if settings.allow_origin:  # runs before the key check, because browsers send preflight requests without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allow_origin,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after", "x-outrider-unused-fields"],
+        )
+    app.add_middleware(RequestLog)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from outrider._version import __version__
@@ -16,8 +15,8 @@ from outrider.scale.ray.metrics import sum_metrics
 from outrider.scale.ray.package import lost_actor_errors, no_replica_errors
 from outrider.scale.ray.prefixes import prefix_blocks
 from outrider.serve.api_keys import ApiKey
-from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
-from outrider.serve.monitoring.request_log import Entry, RequestLog, configure_logging, entry_of
+from outrider.serve.middleware import add_middleware
+from outrider.serve.monitoring.request_log import Entry, configure_logging, entry_of
 from outrider.serve.openai.responses import error_response
 from outrider.serve.settings import Settings
 
@@ -49,19 +48,7 @@ class Front:
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/{path:path}", self.forward, methods=_METHODS)
-        settings = self._settings
-        app.add_middleware(BodyLimitMiddleware, max_bytes=1024 * settings.max_body_kb)
-        if self._keys:
-            app.add_middleware(ApiKeyMiddleware, keys=self._keys)
-        if settings.allow_origin:
-            app.add_middleware(
-                CORSMiddleware,
-                allow_origins=settings.allow_origin,
-                allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type", "x-request-id"],
-                expose_headers=["x-request-id", "retry-after", "x-outrider-unused-fields"],
-            )
-        app.add_middleware(RequestLog)
+        add_middleware(app, self._settings, self._keys)
         return app
 
     async def metrics(self) -> Response:

@@ -33,7 +33,7 @@ def add_video_routes(app: FastAPI, service: VideoService) -> None:
     @app.post("/v1/videos", responses=RESPONSES, openapi_extra=_BODY)
     async def create_video(request: Request) -> dict[str, Any]:
         """Queue a video."""
-        body = parse_request(await request.body(), request.headers.get("content-type", ""))
+        body = await parse_request(request)
         return service.create(body.task(served)).to_json(served)
 
     @app.get("/v1/videos", responses=RESPONSES)

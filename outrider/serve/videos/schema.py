@@ -5,12 +5,12 @@ import math
 import random
 import re
 from dataclasses import dataclass
-from email.parser import BytesParser
-from email.policy import HTTP
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
 
 from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
@@ -20,6 +20,7 @@ from outrider.media.routers import DrafterOnly, FixedBlocks, QualityGate, Stride
 from outrider.media.routers.gate import parse_aggregate
 from outrider.serve.openai.base import StrictModel
 from outrider.serve.openai.errors import UnknownModel, attribute_errors
+from outrider.serve.speech.schema import FORM_LIMITS
 from outrider.serve.videos.models import ServedModels, format_size
 
 _MAX_PROMPT = 1000  # characters
@@ -163,15 +164,15 @@ class VideoRequest(StrictModel):
         )
 
 
-def parse_request(body: bytes, content_type: str) -> VideoRequest:
-    """Return the request in a body: JSON, or the form that OpenAI's clients send.
+async def parse_request(request: Request) -> VideoRequest:
+    """Return the request in the body: JSON, or the form that OpenAI's clients send.
 
     Raises:
         RequestValidationError: a field is missing, unknown or of the wrong type.
         OutriderError: the body has another form.
     """
-    is_form = content_type.lower().startswith("multipart/form-data")
-    fields = _form_fields(body, content_type) if is_form else _json_fields(body)
+    is_form = request.headers.get("content-type", "").lower().startswith("multipart/form-data")
+    fields = await _form_fields(request) if is_form else _json_fields(await request.body())
     try:
         return VideoRequest.model_validate(fields, strict=not is_form)  # all values of a form are texts
     except ValidationError as error:
@@ -199,18 +200,13 @@ def _json_fields(body: bytes) -> Any:
         raise OutriderError(f"the request is not valid JSON: {reason}") from None
 
 
-def _form_fields(body: bytes, content_type: str) -> dict[str, str]:
-    head = f"Content-Type: {content_type}\r\n\r\n".encode()
-    message = BytesParser(policy=HTTP).parsebytes(head + body)
+async def _form_fields(request: Request) -> dict[str, str]:
     fields: dict[str, str] = {}
-    for part in message.iter_parts() if message.is_multipart() else ():
-        name = part.get_param("name", header="content-disposition")
-        if not isinstance(name, str):
-            raise OutriderError("the request is not a valid form: a part has no name; name each part")
-        if part.get_filename() is not None:
-            raise InvalidParam(name, f"{name} is a file, which these models cannot use; leave it out")
-        value = part.get_payload(decode=True)
-        fields[name] = value.decode(errors="replace") if isinstance(value, bytes) else ""
+    async with request.form(**FORM_LIMITS) as form:
+        for name, value in form.multi_items():
+            if isinstance(value, UploadFile):
+                raise InvalidParam(name, f"{name} is a file, which these models cannot use; leave it out")
+            fields[name] = value
     return fields
 
 
