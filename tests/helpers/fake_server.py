@@ -116,10 +116,10 @@ class FakeEngine:
         settings = (body.get(name) for name in ("presence_penalty", "frequency_penalty", "top_k", "top_p"))
         key = (which, tuple(text), tuple(counted), temperature, filters, *settings)
         if key not in self._warps:
-            self._warps[key] = warp(self._logits(which, text), body, counted, temperature, filters)
+            self._warps[key] = warp(self.logits(which, text), body, counted, temperature, filters)
         return self._warps[key]
 
-    def _logits(self, which: int, text: list[int]) -> np.ndarray:
+    def logits(self, which: int, text: list[int]) -> np.ndarray:
         key = (which, tuple(text))
         if key not in self._known:
             with torch.inference_mode():

@@ -170,7 +170,7 @@ def test_distributions_are_those_of_the_reference(pair, engine):
             expected = 1.0
             for position, token in enumerate(outcome):
                 before = list(outcome[:position])
-                logits = engine._logits(0, prompt + before)
+                logits = engine.logits(0, prompt + before)
                 expected *= warp(logits, body, before, case.params.temperature, True)[token]
             assert prob == pytest.approx(expected, abs=1e-5)
 
