@@ -1,15 +1,15 @@
 """The structured-output options of the command line."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from outrider.core.constraint import Constraint
 from outrider.core.option import Option
-from outrider.core.text import is_utf8
+from outrider.core.text import is_utf8, read_text
 from outrider.errors import OutriderError
 
 _PANEL = "Constraint"
+_FIX = "give a text file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +35,7 @@ class ConstraintOptions:
         if self.regex is not None and not is_utf8(self.regex):
             raise OutriderError(f"--regex {self.regex!r} is not UTF-8 text; give UTF-8 text")
         if self.json_schema is not None:
-            return Constraint.json_schema(_read(self.json_schema))
+            return Constraint.json_schema(read_text(self.json_schema, self.json_schema, fix=_FIX))
         if self.grammar is not None:
-            return Constraint.grammar(_read(self.grammar))
+            return Constraint.grammar(read_text(self.grammar, self.grammar, fix=_FIX))
         return None if self.regex is None else Constraint.regex(self.regex)
-
-
-def _read(file: str) -> str:
-    """Return the text of a file."""
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise OutriderError(f"{file} cannot be read ({error.strerror}); give a text file") from error
-    except UnicodeDecodeError as error:
-        raise OutriderError(f"{file} is not UTF-8 text; give a text file") from error

@@ -1,5 +1,7 @@
-"""What other packages add by the entry points outrider.proposers, outrider.verifiers and outrider.commands."""
+"""Other packages: optional ones, and what they add by entry points."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -7,9 +9,23 @@ from typing import Any
 from outrider.errors import OutriderError
 
 
+@contextmanager
+def needed_by(user: str, extra: str) -> Iterator[None]:
+    """Turn an `ImportError` of the block into an `OutriderError` that names the extra with the missing package.
+
+    Args:
+        user: what needs the package.
+        extra: the extra of outrider to install.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise OutriderError(f'{user} needs {error.name}; run pip install "outrider[{extra}]"') from error
+
+
 @cache
 def added(kind: str) -> dict[str, EntryPoint]:
-    """Return the entry points of proposers, verifiers or commands, by name."""
+    """Return the entry points outrider.proposers, outrider.verifiers or outrider.commands, by name."""
     return {point.name: point for point in entry_points(group=f"outrider.{kind}")}
 
 

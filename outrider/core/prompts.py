@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.core.conversation import ChatTemplate
-from outrider.core.text import is_utf8
+from outrider.core.text import is_utf8, read_text
 from outrider.errors import OutriderError
 
 EMBEDDED = Path(__file__).parent / "prompts.jsonl"
@@ -74,14 +74,8 @@ def read_lines(file: str | Path, *, form: str) -> Iterator[Line]:
         OutriderError: the file cannot be read, or a line is not an object; the message has the line number.
     """
     path = Path(file).expanduser()
-    try:
-        # Some editors begin a file with a byte order mark. Only \n ends a line, because a string
-        # may contain other line separators of Unicode.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise OutriderError(f"{path} cannot be read ({error.strerror}); give a file of JSON lines") from error
-    except UnicodeDecodeError as error:
-        raise OutriderError(f"{path} is not UTF-8 text; give a file of JSON lines") from error
+    # Only \n ends a line, because a string may contain other line separators of Unicode.
+    lines = read_text(path, str(path), fix="give a file of JSON lines").split("\n")
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise OutriderError(f"{path} holds no prompts; give lines like {form}")

@@ -2,6 +2,9 @@
 
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from outrider.errors import OutriderError
 
 _REPLACEMENT = "�"  # what a tokenizer decodes an incomplete character to
 _MAX_CHAR_TOKENS = 4  # a UTF-8 character has at most 4 bytes
@@ -149,3 +152,21 @@ def _left_context(prompt: Sequence[int], decode: Callable[[Sequence[int]], str])
 def is_utf8(text: str) -> bool:
     """Return whether the text can be encoded as UTF-8. Lone surrogates from JSON or invalid bytes cannot."""
     return text.isascii() or not _SURROGATE.search(text)
+
+
+def read_text(file: str | Path, what: str, *, fix: str) -> str:
+    """Return the text of a file of a user in UTF-8, without a byte order mark.
+
+    Args:
+        file: its path.
+        what: how an error names it.
+        fix: how an error ends: what to give in its place.
+
+    Raises:
+        OutriderError: the file cannot be read.
+    """
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise OutriderError(f"{what} cannot be read ({reason}); {fix}") from error

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
+from outrider.core.packages import needed_by
 from outrider.drafting.propose.leaves import draft_models
 from outrider.engine.warm import record_passes
-from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.models.loader.embedded import model_name
 from outrider.runtime.bar import StageBar
@@ -51,7 +51,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, ranks: Ranks | None = 
     Raises:
         OutriderError: a package is missing, or the server cannot listen on the port.
     """
-    try:
+    with needed_by("the server", "serve"):
         import uvicorn
 
         from outrider.serve.app import make_app
@@ -59,8 +59,6 @@ def serve(load: Callable[[], LLM], settings: Settings, *, ranks: Ranks | None = 
         from outrider.serve.loading import LoadingServer
         from outrider.serve.monitoring.request_log import configure_logging
         from outrider.serve.monitoring.tracing import make_tracer
-    except ImportError as error:
-        raise OutriderError(f'the server needs {error.name}; run pip install "outrider[serve]"') from error
     _check_files(settings)
     tracer = make_tracer() if settings.otel else None
     configure_logging(settings.log_format)

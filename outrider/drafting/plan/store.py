@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.core.params import AUTO
 from outrider.core.planner import Planner
+from outrider.core.text import read_text
 from outrider.drafting.plan.cost_planner import CostPlanner
 from outrider.drafting.propose.expression import model_names, model_of
 from outrider.drafting.propose.registry import Expression, Maker, parse
@@ -48,13 +49,9 @@ class PlanFile:
             OutriderError: the file cannot be read, or belongs to another proposer or other models.
         """
         assert isinstance(planner, CostPlanner)
-        try:
-            text = self._path.read_text(encoding="utf-8")
-        except FileNotFoundError:
+        if not self._path.exists():
             return
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise OutriderError(f"plan {self._path} cannot be read ({reason}); name another file") from None
+        text = read_text(self._path, f"plan {self._path}", fix="name another file")
         document = self._checked(text)
         try:
             planner.restore(document["planner"])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from outrider.core.packages import needed_by
 from outrider.errors import OutriderError
 
 _Samples = Mapping[str, Mapping[str, float]]  # by name, then by the label "position" ("" without one)
@@ -108,10 +109,8 @@ def read_speculation(text: str) -> Speculation:
 
 
 def _parse(text: str) -> _Samples:
-    try:
+    with needed_by("this", "serve"):
         from prometheus_client.parser import text_string_to_metric_families
-    except ImportError as error:
-        raise OutriderError(f'this needs {error.name}; run pip install "outrider[serve]"') from error
     samples: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     try:
         for family in text_string_to_metric_families(text):

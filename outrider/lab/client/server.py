@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
+from outrider.core.packages import needed_by
 from outrider.errors import OutriderError
 
 if TYPE_CHECKING:  # aiohttp is an optional dependency
@@ -148,10 +149,8 @@ async def connect(url: str, *, api_key: str = "", timeout: float = 300.0) -> Asy
         OutriderError: the URL is invalid, or the HTTP client is not installed.
     """
     address = base_url(url)
-    try:
+    with needed_by("this", "serve"):
         from outrider.lab.client.connection import open_connection
-    except ImportError as error:
-        raise OutriderError(f'this needs {error.name}; run pip install "outrider[serve]"') from error
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     async with open_connection(headers, timeout) as http:
         yield Server(http, address)

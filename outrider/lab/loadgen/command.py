@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from outrider.core.packages import needed_by
 from outrider.core.prompts import read_prompts
-from outrider.errors import OutriderError
 from outrider.lab.client.server import retries_text
 from outrider.lab.loadgen.figures import PERCENTILES, Figures
 from outrider.lab.loadgen.settings import Settings
@@ -35,10 +35,8 @@ def load(settings: Settings, *, as_json: bool) -> bool:
     """
     if settings.report is not None:
         check_report(settings.report)  # before the measurement rather than after it
-    try:
+    with needed_by("load", "serve"):
         loaded = _load_one(settings) if settings.against is None else _load_both(settings)
-    except ImportError as error:
-        raise OutriderError(f'load needs {error.name}; run pip install "outrider[serve]"') from error
     arguments = {name: value for name, value in asdict(settings).items() if name != "api_key"}
     document = {"benchmark": "outrider load", "arguments": arguments, **loaded.document}
     write = partial(write_report, show=loaded.show, file=settings.report) if settings.report else None

@@ -3,11 +3,11 @@
 import json
 import logging
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from outrider.core.config import DRAFT_OPTIONS, QUANTIZE_BITS, EngineConfig
 from outrider.core.params import AUTO
+from outrider.core.text import read_text
 from outrider.drafting.propose.expression import absolute, model_names
 from outrider.drafting.propose.registry import draft_settings
 from outrider.errors import OutriderError
@@ -87,14 +87,8 @@ def _warn_of_other_target(file: str, tuned: str | None, used: str | None) -> Non
 
 
 def _read(file: str) -> Mapping[str, Any]:
-    try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise OutriderError(
-            f"config {file} cannot be read ({reason}); write one with: outrider tune --out {file}, or write fields of"
-            ' EngineConfig, such as {"target": "DIR", "k": 4}'
-        ) from None
+    fix = f"write one with: outrider tune --out {file}, or write fields of EngineConfig, such as "
+    text = read_text(file, f"config {file}", fix=fix + '{"target": "DIR", "k": 4}')
     try:
         document = json.loads(text)
     except ValueError as error:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider.core.packages import needed_by
 from outrider.errors import OutriderError
 from outrider.media.evaluation.summary import Summary
 from outrider.runtime.atomic_files import check_writable
@@ -22,10 +23,8 @@ def check_plot_file(path: str) -> Path:
     if file.suffix.lower() not in SUFFIXES:
         raise OutriderError(f"--plot {path} is not the name of a plot; end it with {', '.join(SUFFIXES)}")
     check_writable(file)
-    try:
+    with needed_by("--plot", "plot"):
         import matplotlib  # noqa: F401
-    except ImportError:
-        raise OutriderError('--plot needs matplotlib; pip install "outrider[plot]"') from None
     return file
 
 

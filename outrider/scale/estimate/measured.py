@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.core.text import read_text
 from outrider.drafting.plan.speedup import expected_tau
 from outrider.errors import OutriderError
 from outrider.models.loader.embedded import model_name
@@ -82,11 +83,7 @@ def _leaves(proposer: str) -> list[str]:
 
 def _document(file: str) -> dict[str, Any]:
     """Return the JSON document in the last line of a file."""
-    try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").strip().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise OutriderError(f"{file} cannot be read ({reason}); give the output of outrider bench") from None
+    lines = read_text(file, file, fix="give the output of outrider bench").strip().splitlines()
     try:
         document = json.loads(lines[-1] if lines else "")
     except ValueError:

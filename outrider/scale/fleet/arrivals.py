@@ -4,9 +4,9 @@ import json
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
+from outrider.core.text import read_text
 from outrider.errors import OutriderError
 
 _MAX_TOKENS = 10**7
@@ -102,14 +102,8 @@ def read_trace(file: str) -> list[Arrival]:
     Raises:
         OutriderError: the file cannot be read, or a line is invalid.
     """
-    try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise OutriderError(
-            f"the trace {file} cannot be read ({reason}); give a file of JSON lines, or"
-            " poisson:RATE or bursts:RATE:PEAK:PERIOD"
-        ) from None
+    fix = "give a file of JSON lines, or poisson:RATE or bursts:RATE:PEAK:PERIOD"
+    lines = read_text(file, f"the trace {file}", fix=fix).splitlines()
     arrivals = [_parse(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not arrivals:
         raise OutriderError(f"the trace {file} has no requests; write one JSON object per line")

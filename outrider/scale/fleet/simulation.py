@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.core.packages import needed_by
 from outrider.errors import OutriderError
 from outrider.scale.fleet.arrivals import Arrival
 from outrider.scale.fleet.replica import Counts, Job, Replica, ReplicaSettings
@@ -37,10 +38,8 @@ class Fleet:
         Raises:
             OutriderError: SimPy is not installed, or an argument is invalid.
         """
-        try:
+        with needed_by("the simulation", "fleet"):
             import simpy
-        except ImportError:
-            raise OutriderError('the simulation needs simpy; run pip install "outrider[fleet]"') from None
         if replicas < 1:
             raise OutriderError(f"--replicas is {replicas}; use at least 1")
         self._env: Any = simpy.Environment()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from outrider.core.packages import needed_by
 from outrider.errors import OutriderError
 
 
@@ -34,19 +35,15 @@ def no_replica_errors() -> tuple[type[Exception], ...]:
 def import_train() -> tuple[Any, Any]:
     """Return the packages `ray.train` and `ray.train.torch`. Raises OutriderError if it is not installed."""
     import_ray()
-    try:
+    with needed_by("Ray Train", "ray"):
         from ray import train
         from ray.train import torch
-    except ImportError as error:
-        raise OutriderError(f'Ray Train needs {error.name}; run pip install "outrider[ray]"') from error
     return train, torch
 
 
 def import_serve() -> Any:
     """Return the package `ray.serve`. Raises OutriderError if it is not installed."""
     import_ray()
-    try:
+    with needed_by("Ray Serve", "ray"):
         from ray import serve
-    except ImportError as error:
-        raise OutriderError(f'Ray Serve needs {error.name}; run pip install "outrider[ray]"') from error
     return serve

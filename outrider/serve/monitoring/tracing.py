@@ -13,9 +13,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.core.packages import needed_by
 from outrider.core.types import SequenceState
 from outrider.engine.stopwatch import RoundTimes
-from outrider.errors import OutriderError
 from outrider.serve.monitoring.request_log import Entry, entry_of
 
 ROUNDS_PER_TRACE = 32  # one of so many rounds is traced
@@ -171,13 +171,11 @@ def make_tracer() -> Tracer:
     Raises:
         OutriderError: the SDK is not installed.
     """
-    try:
+    with needed_by("--otel", "otel"):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise OutriderError(f'--otel needs {error.name}; run pip install "outrider[otel]"') from None
     # `create` reads the name of the service from the environment, but a name that is given here
     # would win.
     name = {} if _has_name() else {"service.name": "outrider"}

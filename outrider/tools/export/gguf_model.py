@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from outrider.core.packages import needed_by
 from outrider.errors import OutriderError
 from outrider.models.heads.files import TensorFiles, read_config
 from outrider.models.loader.gguf.file import read_gguf
@@ -39,10 +40,8 @@ def write_gguf(folder: Path, file: Path) -> None:
     Raises:
         OutriderError: gguf is not installed, or the architecture or the tokenizer is not supported.
     """
-    try:
+    with needed_by("a GGUF file", "gguf"):
         import gguf
-    except ImportError as error:
-        raise OutriderError(f'a GGUF file needs {error.name}; run pip install "outrider[gguf]"') from error
     config = read_config(folder)
     kind = str(config.get("model_type"))
     if kind not in _ARCHITECTURES:
