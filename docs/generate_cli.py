@@ -37,7 +37,7 @@ COMMON_HEAD = """\
 These options mean the same in each command whose page names them.
 
 """
-SHARED_BY = 3  # commands that have an option with the same words, so that it stands on the common page
+SHARED_BY = 2  # commands that have an option with the same words, so that it stands on the common page
 TYPES = {int: "integer", float: "number", str: "text", Any: "integer or name"}
 DEFAULT = re.compile(r"^(?P<help>.*?)\s*Default: (?P<default>.*?)\.?$", re.DOTALL)
 
@@ -127,7 +127,7 @@ def _section(verb: Verb, common: set[Row]) -> str:
     lines = ["```text", f"outrider {verb.name} [OPTIONS]{arguments}", "```", ""]
     lines += [_prose(inspect.cleandoc(verb.command.help)), ""]
     lines += _tables([row for row in rows if row not in common])
-    if names := [f"`{row.flag}`" for row in rows if row in common]:
+    if names := [f"`{row.flag.split()[0]}`" for row in rows if row in common]:
         lines += [f"[Common options]({COMMON}): {', '.join(names)}.", ""]
     return "\n".join(lines)
 
