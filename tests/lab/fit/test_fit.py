@@ -17,7 +17,7 @@ from outrider.lab.fit.settings import Settings, parse_ascending
 from outrider.lab.fit.state import State
 from outrider.train.run import FACTS
 from outrider.train.trainer import STATE
-from tests.helpers.commands import succeed
+from tests.helpers.commands import invoke, succeed
 from tests.helpers.configured import with_engine
 from tests.helpers.gguf_files import SIZES, write_gguf
 from tests.helpers.tiny import compiles, make_config, save
@@ -71,11 +71,11 @@ def prompts(tmp_path_factory):
 def fit(target, prompts):
     """Runs `outrider fit`."""
 
-    def invoke(out, *words, **other):
+    def run(out, *words, **other):
         options = {"--target": target, "--prompts": prompts, "--out": out} | QUICK | other
         return invoke("fit", *(word for pair in options.items() for word in pair), *words)
 
-    return invoke
+    return run
 
 
 @pytest.fixture(scope="module")
