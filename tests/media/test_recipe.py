@@ -4,6 +4,7 @@ import random
 
 import torch
 from typer import Typer
+from typer.testing import CliRunner
 
 from outrider.media import Stride, load_models
 from outrider.media.models.captions import LANGUAGE, Scene
@@ -11,7 +12,6 @@ from recipes.media.loop import train as train_module
 from recipes.media.scorers import one_wrong_word
 from recipes.video import train
 from recipes.video.shapes import draw_clip, random_clips
-from tests.helpers.commands import invoke
 from tests.media.made_up import AUTOENCODER, CAPTION, DRAFTER, TARGET, VIDEO
 
 
@@ -23,12 +23,12 @@ def test_the_recipe_from_end_to_end(tmp_path, monkeypatch):
     app.command()(train.main)
     steps = [f"--{name}-steps=2" for name in ("autoencoder", "target", "drafter", "scorer", "held-out-scorer")]
     words = ["--out", str(tmp_path), "--clips", "64", *steps]
-    assert invoke(*words).exit_code == 0
+    assert CliRunner().invoke(app, words).exit_code == 0
     first = load_models(tmp_path / "models")
     assert first.engine.generate(CAPTION, Stride(2)).content.shape == (10, 3, 16, 16)
     # The same command finds everything trained, and writes the same weights.
     before = (tmp_path / "models" / "target.safetensors").read_bytes()
-    assert invoke(*words).exit_code == 0
+    assert CliRunner().invoke(app, words).exit_code == 0
     assert (tmp_path / "models" / "target.safetensors").read_bytes() == before
 
 
