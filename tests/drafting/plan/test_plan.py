@@ -244,7 +244,8 @@ def test_padded_drafts_have_equal_lengths():
         pricing = DraftPricing(Clock(cost), padded=padded)
         pricing.set_speed(load, 1.0)
         widths.append(pricing.profitable_widths([(0.9,) * 5 + (0.6,), (0.9, 0.1)], load))
-    assert widths == [(6, 1), (5, 2)]
+        widths.append(pricing.pass_tokens((5, 2)))
+    assert widths == [(6, 1), 7, (5, 2), 10]
 
 
 def test_plain_decoding_is_reconsidered_for_a_new_text():
