@@ -30,13 +30,3 @@ def test_rejections_lower_the_estimates_of_their_text():
     assert first_estimate(confidence, 1) < 0.8 < first_estimate(confidence, 0, 1) < 0.9 < first_estimate(confidence, 0)
     confidence.begin_text(1)
     assert first_estimate(confidence, 1) > 0.9
-
-
-def test_a_text_that_becomes_easy_is_drafted_again():
-    confidence = Confidence()
-    confidence.begin_text(0)
-    draft(confidence, 0, accepted=False, times=20)
-    low = first_estimate(confidence, 0)
-    draft(confidence, 0, accepted=True, times=20)
-    assert low < 0.3
-    assert first_estimate(confidence, 0) > 0.7
