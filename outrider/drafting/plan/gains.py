@@ -39,8 +39,7 @@ class Gains:
     def steady(self, alternative: int, load: RoundLoad) -> float:
         """Return the geometric mean of the speedups now and over whole texts.
 
-        An easy or hard passage ends soon. At the price of the speedup now alone, drafts are too short in easy passages
-        and too long in hard ones.
+        An easy or hard passage ends soon. The speedup now alone makes drafts too short in easy ones.
         """
         gain = self.expected(alternative, load)
         text_gain = self._proposers[alternative].text_gain
