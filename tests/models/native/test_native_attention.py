@@ -88,8 +88,8 @@ def test_logits_are_close_to_transformers(name, folders):
 @pytest.mark.parametrize("window", [None, 700])
 def test_bits_of_a_long_text_do_not_depend_on_who_shares_it(kv_dtype, window, tmp_path):
     """A few tokens behind a long text are shared out by sections of it, many tokens are not."""
-    sizes = {"max_position_embeddings": 2048, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2}
-    config = tiny.make_config("MistralConfig", head_dim=16, sliding_window=window, **sizes)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+    config = tiny.make_config("MistralConfig", max_position_embeddings=2048, sliding_window=window, **sizes)
     folder, tokens = tiny.save(tmp_path, config), random_ids(1101)
     expected = None
     for threads in (1, 2, 16):
