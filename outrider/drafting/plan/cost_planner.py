@@ -274,7 +274,7 @@ class CostPlanner:
                 self.proposers[best].widen_trial(load.seqs)
         else:
             chosen = -1
-        self._pricing.set_speed(load, gains[chosen] if chosen >= 0 else 1.0)
+        self._pricing.set_speed(load, self._gains.steady(chosen, load) if chosen >= 0 else 1.0)
         return chosen
 
     def _pays(self, alternative: int, gain: float, batch: Batch, load: RoundLoad, *, in_use: bool) -> bool:
