@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
+from operator import add, eq
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,12 +156,9 @@ class DraftBudget:
         free = self.with_forced[b] - drafted if self.with_forced else 0
         return min(max(free, 0), MAX_FORCED)
 
-    def most(self, b: int, *, constrained: bool) -> int:
-        """Return the most draft tokens of sequence b, for which memory is needed. `constrained`: it has a grammar."""
-        tokens = self.tokens[b]
-        if not constrained:
-            return tokens
-        return min(self.with_forced[b], tokens + MAX_FORCED) if self.with_forced else 0
+    def most(self, b: int) -> int:
+        """Return the most draft tokens of sequence b, which has a grammar. They need memory."""
+        return min(self.with_forced[b], self.tokens[b] + MAX_FORCED) if self.with_forced else 0
 
     def only(self, chosen: Sequence[bool]) -> DraftBudget:
         """Return the budget without draft tokens of the sequences that are not `chosen` [B]."""
@@ -185,12 +183,12 @@ class Batch:
     @property
     def emits(self) -> tuple[bool, ...]:
         """[B] whether the feed reaches the end of the committed tokens, so that the sequence emits in this round."""
-        return tuple(end == len(seq.token_ids) for end, seq in zip(self.ends, self.seqs, strict=True))
+        return tuple(map(eq, self.ends, [len(seq.token_ids) for seq in self.seqs]))
 
     @property
     def ends(self) -> tuple[int, ...]:
         """[B] cached length with the feed."""
-        return tuple(start + len(feed) for start, feed in zip(self.start, self.feed, strict=True))
+        return tuple(map(add, self.start, map(len, self.feed)))
 
     @property
     def alternatives(self) -> tuple[int, ...]:

@@ -319,8 +319,10 @@ class Engine:
         """Drop draft tokens that do not fit into the cache. Speculation never preempts a request."""
         ends = _feed_ends(batch)
         wanted = {}
-        for b, seq in enumerate(batch.seqs):
-            wanted[seq.slot] = ends[seq.slot] + batch.budget.most(b, constrained=seq.matcher is not None)
+        for b, (seq, tokens) in enumerate(zip(batch.seqs, batch.draft_budget, strict=True)):
+            wanted[seq.slot] = ends[seq.slot] + (tokens if seq.matcher is None else batch.budget.most(b))
+        if wanted == ends:  # these fit, or sequences would have been preempted
+            return batch
         fitting = prompts_that_fit(self._target.cache, ends, wanted)
         if len(fitting) == len(ends):
             return batch
@@ -340,4 +342,4 @@ class Engine:
 
 def _feed_ends(batch: Batch) -> dict[int, int]:
     """Return the cached length after the feed, by slot."""
-    return {seq.slot: end for seq, end in zip(batch.seqs, batch.ends, strict=True)}
+    return dict(zip([seq.slot for seq in batch.seqs], batch.ends, strict=True))

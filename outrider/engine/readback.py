@@ -30,16 +30,17 @@ def read_greedy(batch: Batch, draft: Draft, scores: Scores, masks: Masks | None)
         best = scores.best
     else:
         best = torch.where(has_finite_max(scores.logits), scores.logits.argmax(-1), -1)
+    emits = batch.emits  # while the device still works
     verified = verify_greedy(draft, best)
-    accepted = [result if emits else ((), ()) for emits, result in zip(batch.emits, verified, strict=True)]
+    accepted = [result if emitting else ((), ()) for emitting, result in zip(emits, verified, strict=True)]
     return Round(
         batch=batch,
         draft=draft,
         scores=scores,
-        path=tuple(path for path, _ in accepted),
-        emitted=tuple(emitted for _, emitted in accepted),
-        sampled_logprob=tuple((0.0,) * len(emitted) for _, emitted in accepted),
-        failed=tuple(not emitted for _, emitted in verified),
+        path=tuple([path for path, _ in accepted]),
+        emitted=tuple([emitted for _, emitted in accepted]),
+        sampled_logprob=tuple([(0.0,) * len(emitted) for _, emitted in accepted]),
+        failed=tuple([not emitted for _, emitted in verified]),
     )
 
 

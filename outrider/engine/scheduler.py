@@ -124,15 +124,15 @@ class Scheduler:
                 prompt_budget -= length
             if length:
                 feed_lengths[seq.slot] = length
-        seqs = sorted((seq for seq in self._running if seq.slot in feed_lengths), key=lambda seq: seq.slot)
-        feeds = tuple(
-            tuple(seq.token_ids[seq.num_cached_tokens : seq.num_cached_tokens + feed_lengths[seq.slot]]) for seq in seqs
-        )
-        budget = tuple(self._max_draft_tokens(seq, len(feed)) for seq, feed in zip(seqs, feeds, strict=True))
+        seqs = sorted([seq for seq in self._running if seq.slot in feed_lengths], key=attrgetter("slot"))
+        start = [seq.num_cached_tokens for seq in seqs]
+        end = [begin + feed_lengths[seq.slot] for seq, begin in zip(seqs, start, strict=True)]
+        parts = list(zip(seqs, start, end, strict=True))
+        budget = tuple([self._max_draft_tokens(seq, fed) for seq, _, fed in parts])
         return Batch(
             seqs=tuple(seqs),
-            start=tuple(seq.num_cached_tokens for seq in seqs),
-            feed=feeds,
+            start=tuple(start),
+            feed=tuple([tuple(seq.token_ids[begin:fed]) for seq, begin, fed in parts]),
             budget=DraftBudget(budget, with_forced=budget),
             num_waiting=len(self._running) - len(seqs) + min(len(self._waiting), len(self._free)),
         )
@@ -209,31 +209,33 @@ class Scheduler:
 
     def _num_decoding(self) -> int:
         """Return the number of running sequences that have no prompt tokens to feed."""
-        return sum(len(seq.token_ids) - seq.num_cached_tokens == 1 for seq in self._running)
+        return [len(seq.token_ids) - seq.num_cached_tokens for seq in self._running].count(1)
 
     def _reserved_length(self, seq: SequenceState) -> int:
         """Return the length that a sequence may soon have, for which memory is reserved."""
-        return min(
-            len(seq.token_ids) + _RESERVED_TOKENS,
-            len(seq.request.prompt_token_ids) + seq.request.max_tokens,
-            self._context,
-        )
+        return min(len(seq.token_ids) + _RESERVED_TOKENS, self._full_length(seq))
 
-    def _max_draft_tokens(self, seq: SequenceState, feed: int) -> int:
+    def _full_length(self, seq: SequenceState) -> int:
+        """Return the length at which a sequence ends."""
+        return min(len(seq.request.prompt_token_ids) + seq.request.max_tokens, self._context)
+
+    def _max_draft_tokens(self, seq: SequenceState, fed: int) -> int:
         """Return the most draft tokens that the completion can use. The bonus token needs the last position."""
-        if seq.num_cached_tokens + feed < len(seq.token_ids):
+        length = len(seq.token_ids)
+        if fed < length:
             return 0
-        limit = max(min(seq.request.max_tokens - seq.num_output_tokens, self._context - len(seq.token_ids)) - 1, 0)
+        limit = self._full_length(seq) - length - 1
         k = seq.request.params.k
-        return limit if k is None else min(limit, k)
+        return max(limit if k is None else min(limit, k), 0)
 
     def _extend(self, seq: SequenceState, round: Round, b: int) -> None:
         """Append the emitted tokens of sequence b, up to the token that ends it."""
         accepted = len(round.path[b])
-        before = seq.num_output_tokens
-        for i, token in enumerate(round.emitted[b]):
+        emitted = 0
+        for token in round.emitted[b]:
             seq.token_ids.append(token)
-            seq.from_draft.append(i < accepted)
+            seq.from_draft.append(emitted < accepted)
+            emitted += 1
             try:
                 seq.finish_reason = self._finish(seq, token)
             except OutriderError as error:
@@ -241,7 +243,6 @@ class Scheduler:
                 seq.error = str(error)
             if seq.finish_reason:
                 break
-        emitted = seq.num_output_tokens - before
         seq.rounds.append((round.draft.depth[b], min(accepted, emitted), emitted))
         seq.num_draft_tokens += round.draft.width[b]
 
@@ -256,8 +257,7 @@ class Scheduler:
             seq.matcher.advance(token)
             if seq.matcher.done:
                 return FinishReason.STOP
-        full = seq.num_output_tokens >= request.max_tokens or len(seq.token_ids) >= self._context
-        return FinishReason.LENGTH if full else None
+        return FinishReason.LENGTH if len(seq.token_ids) >= self._full_length(seq) else None
 
     def _retire(self, seqs: list[SequenceState]) -> list[SequenceState]:
         """Remove sequences from the running ones and free their slots. Returns them."""

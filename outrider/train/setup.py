@@ -84,8 +84,10 @@ def make_train_setup(kind: str, settings: Settings, target: Path, *, num_prompts
 def _check_encoder_decoder(kind: str, settings: Settings) -> None:
     """Reject kinds and options that read sequences without their sources, which encoder-decoder targets need."""
     problems = (
-        (kind == DRAFT, f"the kind {DRAFT} does not support encoder-decoder targets; train medusa, hydra or mtp"),
-        (kind == KV_SHARING, f"{kind} does not support encoder-decoder targets; train medusa, hydra or mtp"),
+        (
+            kind in (DRAFT, KV_SHARING),
+            f"the kind {kind} does not support encoder-decoder targets; train another one, such as eagle31 or mtp",
+        ),
         (settings.train_target, "--train-target does not support encoder-decoder targets; leave it out"),
         (settings.init_target, "--init-target does not support encoder-decoder targets; leave it out"),
     )

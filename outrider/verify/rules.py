@@ -266,13 +266,14 @@ def verify_greedy(
     results: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for (sample, tokens, parents), width in zip(_host_rows(draft, best), draft.width, strict=True):
         path: list[int] = []
+        emitted: list[int] = []
         at = -1
         for node in range(width):
             if (parents[node] if parents else node - 1) == at and tokens[node] == sample[at + 1]:
                 at = node
                 path.append(node)
-        emitted = (*(tokens[node] for node in path), sample[at + 1])
-        results.append((tuple(path), emitted) if min(sample) >= 0 else ((), ()))
+                emitted.append(tokens[node])
+        results.append((tuple(path), (*emitted, sample[at + 1])) if min(sample) >= 0 else ((), ()))
     return results
 
 
@@ -285,7 +286,7 @@ def _host_rows(
         end_best = draft.size + 1
         end_tokens = end_best + draft.size
         rows = torch.cat(parts, 1).tolist()
-        return ((row[:end_best], row[end_best:end_tokens], row[end_tokens:]) for row in rows)
+        return [(row[:end_best], row[end_best:end_tokens], row[end_tokens:]) for row in rows]
     parents = [[]] * len(best) if draft.chain else draft.parent.tolist()
     return zip(best, draft.host_tokens(), parents, strict=True)
 

@@ -10,14 +10,14 @@ namespace outrider::test {
 template <class Element>
 struct Scene {
   static constexpr double kTolerance = kIntegers<Element> ? 2e-4 : sizeof(Element) == 2 ? 4e-3 : 2e-6;
-  static constexpr int kEntries = 150, kColumns = 5, kSharing = 3, kBlocks = (kEntries + kBlock - 1) / kBlock;
+  static constexpr int kEntries = 600, kColumns = 5, kSharing = 3, kBlocks = (kEntries + kBlock - 1) / kBlock;
   int dim;
   std::vector<Element> memory;
   std::vector<Factor<Element>> query;
   std::vector<float> query_scale;  // [columns * sharing]
   std::vector<double> key, value;  // [entries][dim]
-  std::vector<int32_t> table{1, 2, 0};
-  std::vector<int32_t> position{60, 149, 100, 101, 102}, prefix{61, 150, 100, 100, 100};
+  std::vector<int32_t> table{1, 2, 0, 9, 8, 7, 6, 5, 4, 3};
+  std::vector<int32_t> position{60, 599, 100, 101, 102}, prefix{61, 600, 100, 100, 100};
   std::vector<int32_t> tail_begin{0, 0, 0, 1, 3, 6}, tail{100, 100, 102, 100, 102, 105};
 
   Scene(Random& random, int dim)

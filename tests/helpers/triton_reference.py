@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from outrider.models.triton import decoder, prompt_products
+from outrider.models.triton import decoder, layers, prompt_products
 
 BLOCK = 64
 ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
@@ -14,6 +14,7 @@ def use(patch):
     patch.setattr("triton.knobs.runtime.interpret", True)
     patch.setattr(prompt_products, "linear", linear)
     patch.setattr(prompt_products, "many_rows", linear)
+    patch.setattr(layers, "rotate_and_write", rotate_and_write)
     for function in (linear, rms_norm, rotate_and_write, attend, attend_prompt):
         patch.setattr(decoder, function.__name__, function)
 
@@ -90,6 +91,7 @@ def _attend(query, entries, block_table, prefix, seen, position, *, scale, rows,
         end = int(prefix[t])
         begin = max(0, int(position[t]) - window + 1) if window else 0
         own = torch.cat([torch.arange(min(begin, end), end), end + seen[t].nonzero()[:, 0]])
+        own = own[own >= 0]  # the first entries may not exist
         if not len(own):
             continue
         kept = entries[table[own // BLOCK], :, :, own % BLOCK].double().repeat_interleave(sharing, 1)

@@ -19,6 +19,8 @@ from recipes.correction import measure, pairs
 from recipes.correction import train as train_correction
 from recipes.family import prompts, train
 from recipes.family.corpus import is_for_validation, read_texts
+from recipes.heads import prompts as head_prompts
+from recipes.heads import train as train_head
 from recipes.hybrid import heal
 from recipes.hybrid import train as train_hybrid
 from recipes.moe import train as train_moe
@@ -118,8 +120,9 @@ def test_texts_become_prompts(texts, tmp_path):
 
 def test_recipes_say_what_is_wrong(texts, tmp_path):
     (tmp_path / "none").mkdir()
-    for command in (train.main, prompts.main):
-        result = run_recipe(command, tmp_path / "none", "--out", tmp_path / "out")
+    for words in ((train.main, tmp_path / "none"), (prompts.main, tmp_path / "none"),
+                  (train_head.main, embedded("nano"), "--texts", tmp_path / "none")):  # fmt: skip
+        result = run_recipe(*words, "--out", tmp_path / "out")
         assert result.exit_code == 2
         assert "holds no text" in " ".join(result.output.replace("│", " ").split())
     (tmp_path / "few").mkdir()
@@ -131,6 +134,30 @@ def test_recipes_say_what_is_wrong(texts, tmp_path):
     assert "leave --held-out out" in " ".join(result.output.replace("│", " ").split())
     assert not (tmp_path / "y").exists()
     assert run_recipe(prompts.main, texts, "--out", tmp_path / "x", "--shortest", 9, "--longest", 8).exit_code == 2
+
+
+def test_a_head_is_trained_on_prompts_made_from_files(tmp_path):
+    code = 'import os\n\ndef area(width, height):\n    """Return the area."""\n    return width * height\n'
+    for i in range(20):
+        (tmp_path / f"{i}.py").write_text(f"# {i}\n{code}")
+    (tmp_path / "broken.py").write_text("def")
+    (tmp_path / "notes.md").write_text("# Notes\n\nThe cat sat on the mat.\n" * 9)
+    lines = head_prompts.make_prompts(tmp_path, 70, 0)
+    assert lines == head_prompts.make_prompts(tmp_path, 70, 0)
+    assert len(lines) == 70
+    assert {line["category"] for line in lines} >= {"code_completion", "description", "code_edit", "word_problem"}
+    function = code[code.index("def") :].strip()
+    for line in lines:
+        (message,) = line["messages"]
+        if line["category"] in ("code_edit", "description"):
+            assert message["content"].endswith(f"```python\n{function}\n```")
+    out = tmp_path / "head"
+    words = ["--out", out, "--texts", tmp_path, "--minutes", 0.02, "--prompts", 64, "--vocab", 512, "--kind", "mtp"]
+    result = run_recipe(train_head.main, embedded("nano"), *words, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[-1])["steps"] > 0
+    assert (out / "model.safetensors").stat().st_size < 1e6
+    assert (out / "README.md").exists()
 
 
 @pytest.fixture(scope="module")

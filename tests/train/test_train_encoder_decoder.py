@@ -75,6 +75,22 @@ def test_trained_heads_draft_for_the_target(folder, data, tmp_path):
     assert len(list((tmp_path / "cache").glob("*/*.safetensors"))) == 46 * 2  # of two epochs, used by both heads
 
 
+@pytest.mark.fast_cases("slim")
+@pytest.mark.parametrize("kind", ["eagle3", "slim", "dflash"])
+def test_head_for_t5_is_trained_and_exact(kind, data, tmp_path):
+    config = tiny.ENCODER_DECODER["t5"]()
+    config.d_model = 64
+    target = tiny.save(tmp_path / "t5", config)
+    _, lines = Training(kind, settings(target, data, tmp_path / "out", epochs=3, lr=1e-2)).run()
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    options = {"dtype": "float32", "device": "cpu", "max_num_seqs": 2}
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    llms = [LLM(target, proposer=proposer, **options) for proposer in ("none", f"draft:{tmp_path / 'out'}")]
+    plain, drafted = (llm.generate(sources=["abc", "hgfedcba"], params=replace(params, k=3)) for llm in llms)
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    assert llms[1].stats.draft_tokens > 0
+
+
 @pytest.mark.parametrize("name", ["t5", "bart", "t5gemma"])
 @torch.inference_mode()
 def test_target_distribution_is_that_of_the_source(name, tmp_path):
@@ -132,8 +148,8 @@ def test_invalid_lines(line, message, folder, tmp_path):
 
 
 REFUSED = {
-    "draft": ("draft", {}, "the kind draft does not support encoder-decoder targets; train medusa, hydra or mtp"),
-    "kv-sharing": ("kv-sharing", {}, "kv-sharing does not support encoder-decoder targets"),
+    "draft": ("draft", {}, "the kind draft does not support encoder-decoder targets; train another one, such as"),
+    "kv-sharing": ("kv-sharing", {}, "the kind kv-sharing does not support encoder-decoder targets"),
     "train_target": ("mtp", {"train_target": 0.3}, "--train-target does not support encoder-decoder targets"),
     "init_target": ("slim", {"init_from": NANO, "init_target": NANO}, "--init-target does not support encoder-decoder"),
 }

@@ -75,7 +75,7 @@ class CostPlanner:
         """
         self._replay = replay
         self._model_sources = model_sources
-        self.proposers = tuple(ProposerStats(each, max_draft_tokens=max_draft_tokens) for each in costs)
+        self.proposers = tuple(ProposerStats(each, max_draft_tokens=max_draft_tokens, padded=padded) for each in costs)
         self._has_lookup = any(each.draft is None for each in costs)
         self._clock = Clock(costs[0])  # the target is the same for all
         self._pricing = DraftPricing(self._clock, padded=padded)
@@ -138,11 +138,14 @@ class CostPlanner:
         # which biases the output. Their draft was already limited by `min_draft_probs` while it
         # grew.
         draft = self._cut(draft)
-        window.draft_tokens += sum(draft.width)
+        window.draft_tokens += self._pricing.pass_tokens(draft.width)
         return draft
 
     def _cut(self, draft: Draft) -> Draft:
         if draft.accept_prob is None or draft.q is not None or not any(draft.width):
+            return draft
+        # The few sequences of a trial do not pay for a padded pass over all.
+        if self._window.trial_seqs and not self.proposers[self._window.alternative].trims(self._window.load.seqs):
             return draft
         return tree.cut(draft, self._pricing.profitable_widths(draft.accept_prob, self._window.load))
 
@@ -271,7 +274,7 @@ class CostPlanner:
                 self.proposers[best].widen_trial(load.seqs)
         else:
             chosen = -1
-        self._pricing.set_speed(load, gains[chosen] if chosen >= 0 else 1.0)
+        self._pricing.set_speed(load, self._gains.steady(chosen, load) if chosen >= 0 else 1.0)
         return chosen
 
     def _pays(self, alternative: int, gain: float, batch: Batch, load: RoundLoad, *, in_use: bool) -> bool:
@@ -294,7 +297,7 @@ class CostPlanner:
     def _draft_length(self, alternative: int, load: RoundLoad) -> int:
         """Return the most draft tokens per sequence."""
         proposer = self.proposers[alternative]
-        if proposer.estimates_acceptance:  # its drafts are trimmed
+        if proposer.trims(load.seqs):
             if proposer.has_estimate:
                 return self._gains.best_length(alternative, load)
             return min(proposer.max_draft_tokens, 2 * TRIAL_DRAFT_LENGTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 
 from outrider.drafting.plan.pass_cost import Clock
 from outrider.drafting.plan.proposer_stats import ProposerStats, RoundLoad
@@ -34,6 +35,15 @@ class Gains:
         if load.at_start and (text_gain := self._proposers[alternative].text_gain) is not None:
             return text_gain
         return min(self._best(alternative, seqs, load.cached)[1] for seqs in {load.seqs, load.total_seqs})
+
+    def steady(self, alternative: int, load: RoundLoad) -> float:
+        """Return the geometric mean of the speedups now and over whole texts.
+
+        An easy or hard passage ends soon. The speedup now alone makes drafts too short in easy ones.
+        """
+        gain = self.expected(alternative, load)
+        text_gain = self._proposers[alternative].text_gain
+        return gain if text_gain is None else sqrt(gain * text_gain)
 
     def best_length(self, alternative: int, load: RoundLoad) -> int:
         """Return the draft length with the highest speedup now."""

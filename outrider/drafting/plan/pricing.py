@@ -34,13 +34,17 @@ class DraftPricing:
 
     def thresholds(self, proposer: ProposerStats, load: RoundLoad, *, in_trial: bool) -> Thresholds:
         """Return the probabilities from which a draft token pays for the target's pass, or for both passes."""
-        if not proposer.estimates_acceptance:
+        if not proposer.trims(load.seqs):
             return Thresholds()
         verify = self._added_seconds(load.seqs * (1 + proposer.nodes) + load.prompt_tokens, load) / self._token_seconds
         # In a trial few sequences draft. Price their tokens as if all did.
         drafting = (load.seqs if in_trial else seqs for seqs in range(1, load.seqs + 1))
         draft = (proposer.draft_seconds(seqs, load.cached) / self._token_seconds for seqs in drafting)
         return Thresholds(min(verify, 1.0), tuple(verify + cost for cost in draft))
+
+    def pass_tokens(self, widths: Sequence[int]) -> int:
+        """Return how many draft tokens a pass takes the time of."""
+        return len(widths) * max(widths) if self._padded else sum(widths)
 
     def profitable_widths(self, accept_probs: Sequence[Sequence[float]], load: RoundLoad) -> tuple[int, ...]:
         """Return how many draft tokens each sequence keeps. The most likely tokens across the batch come first.

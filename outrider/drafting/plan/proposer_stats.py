@@ -23,6 +23,7 @@ _TOKEN_DECAY = 0.98  # of acceptance counts, per draft token
 _PASS_DECAY = 0.97  # of means, per pass
 _SINGLE_GAIN = 1.03  # factor by which single draft tokens must be faster than longer drafts
 _MIN_PASSES = 3.0  # passes from which a mean is used
+_MIN_NODES = 0.5  # draft tokens per pass, of a padded batch, below which the acceptance by position says little
 _NEW_BELOW = 39.0  # decayed draft tokens at position 0, which is about 75 draft tokens
 _NEW_PASSES = 32  # passes after which a proposer is not new, even if few draft tokens were worth verifying
 START_TOKENS = 16  # output tokens that are the beginning of a text
@@ -87,9 +88,13 @@ class Outcome:
 class ProposerStats:
     """Acceptance, tokens and drafting time of recent rounds of one alternative."""
 
-    def __init__(self, costs: CostModel, *, max_draft_tokens: int) -> None:
-        """Track a proposer with these pass costs and up to `max_draft_tokens` per sequence."""
+    def __init__(self, costs: CostModel, *, max_draft_tokens: int, padded: bool = False) -> None:
+        """Track a proposer with these pass costs and up to `max_draft_tokens` per sequence.
+
+        `padded`: whether all sequences of a pass take the time of the longest draft.
+        """
         self.costs = costs
+        self._padded = padded
         self.max_draft_tokens = max_draft_tokens
         self.estimates_acceptance = False  # whether its last draft had acceptance probabilities
         self.idle_rounds = ROUNDS_BEFORE_TRIAL  # the first trial is due at once
@@ -130,6 +135,14 @@ class ProposerStats:
         """Whether it has drafted in few passes, and few draft tokens have been verified."""
         return self._reached[0] < _NEW_BELOW and self._tried < _NEW_PASSES
 
+    def trims(self, seqs: int) -> bool:
+        """Return whether each sequence gets a draft length of its own, from acceptance probabilities.
+
+        In a padded pass over several sequences, it saves no time if a draft model stops early in one of them.
+        """
+        in_step = self._padded and seqs > 1 and self.costs.draft is not None
+        return self.estimates_acceptance and not in_step
+
     @property
     def text_gain(self) -> float | None:
         """The speedup over whole texts, with prefills of the draft model. None: too few passes."""
@@ -169,12 +182,18 @@ class ProposerStats:
         expensive or its estimates tell little, as at temperature 1, longer drafts can lose while
         single tokens gain. The acceptance of first tokens does not depend on where drafts stop.
 
+        In a padded pass over several sequences, all get the limit that their acceptance by position suggests.
+
         `clock` knows the pass times of the target.
         """
         if not (self.estimates_acceptance and self.has_estimate):
             return self._best_fixed_length(seqs, cached, clock)
-        measured = [means for means in (self._means, self._recent) if means.seen >= _MIN_PASSES]
-        trimmed = self.max_draft_tokens, min(self._gain_of(means, seqs, cached, clock) for means in measured)
+        means = [means for means in (self._means, self._recent) if means.seen >= _MIN_PASSES]
+        measured = min(self._gain_of(each, seqs, cached, clock) for each in means)
+        if not self.trims(seqs):
+            length, gain = self._best_fixed_length(seqs, cached, clock)
+            return length, gain if self.nodes >= _MIN_NODES else min(gain, measured)
+        trimmed = self.max_draft_tokens, measured
         if self.is_new:
             fixed = self._best_fixed_length(seqs, cached, clock)
             return fixed if fixed[0] and fixed[1] > trimmed[1] else trimmed

@@ -177,10 +177,12 @@ class PagedCache:
         batch = round.batch
         for seq, start, feed, path in zip(batch.seqs, batch.start, batch.feed, round.path, strict=True):
             base = start + len(feed)
-            self._tables[seq.slot].length = base + len(path)
-            if path != tuple(range(len(path))):
+            table = self._tables[seq.slot]
+            table.length = base + len(path)
+            if path and path[-1] >= len(path):  # some node is not the child of the one before it
                 self._compact(seq.slot, base, path)
-            self._publish(seq.slot, base)  # the scheduler has not appended the accepted tokens yet
+            if table.scope is not None:
+                self._publish(seq.slot, base)  # the scheduler has not appended the accepted tokens yet
 
     def release(self, slot: int) -> None:
         table = self._tables[slot]
@@ -199,7 +201,11 @@ class PagedCache:
         return self._tables[slot].length
 
     def fits(self, ends: Mapping[int, int]) -> bool:
-        missing = sum(max(-(-end // BLOCK) - self._tables[slot].blocks, 0) for slot, end in ends.items())
+        missing = 0
+        for slot, end in ends.items():
+            table = self._tables[slot]
+            more = -(-end // BLOCK) - len(table.shared) - len(table.own)
+            missing += more if more > 0 else 0
         return missing <= len(self._free) + self._tree.idle
 
     def usage(self) -> CacheUsage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -132,6 +132,15 @@ class StateCache(WrappedCache):
         self._states = states
         self._to_head_batch = to_head_batch
         self._skipped_tokens = skipped_tokens
+        self._more_entries = 0
+
+    def replace_inner(self, inner: Cache, *, more_entries: int = 0) -> None:
+        """Use another KV cache. Each pass writes `more_entries` entries after those of a sequence."""
+        self._inner = inner
+        self._more_entries = more_entries
+
+    def fits(self, ends: Mapping[int, int]) -> bool:
+        return self._inner.fits({slot: end + self._more_entries for slot, end in ends.items()})
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
         self._states.admit(slot)

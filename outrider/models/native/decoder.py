@@ -358,6 +358,7 @@ class Decoder(Passes):
             head=head,
             norm=self._norms[f"{self._body}.norm.weight"],
             epsilon=self.shape.epsilon,
+            softcap=self.shape.logit_cap or None,
             packed=packed,
         )
 

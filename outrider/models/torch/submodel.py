@@ -97,6 +97,7 @@ def shared_weights(model: Any) -> SharedWeights:
         head=whole(head.weight).to(table.dtype),
         norm=_norm_factors(norm, epsilon),
         epsilon=float(epsilon),
+        softcap=getattr(model.config.get_text_config(), "final_logit_softcapping", None),
     )
 
 

@@ -328,6 +328,7 @@ class Decoder:
             head=_expanded(self._head).to(self.dtype),
             norm=self._norm,
             epsilon=self.shape.epsilon,
+            softcap=self.shape.logit_cap or None,
         )
 
     def _state(self, i: int) -> dict[str, torch.Tensor]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from outrider.core.cache import pack
 from outrider.core.tree import ancestors
 from outrider.core.types import Batch, Draft
-from outrider.models.cache.device_pages import DevicePagedCache
 
 BLOCK_ROWS = 512  # tokens of a pass over a prompt, as many as a round has by default
 MAX_COLUMNS = 64  # tokens of a row whose visibility is in one word
@@ -55,17 +55,31 @@ class Bucket:
 PROMPT_BUCKET = Bucket(rows=1, columns=BLOCK_ROWS, nodes=0, is_prompt=True)
 
 
+class BlockTables(Protocol):
+    """The part of `DevicePagedCache` that passes need."""
+
+    device: torch.device
+    allocations: int
+
+    @property
+    def reach(self) -> int:
+        """Blocks of a full context."""
+
+    def rows(self, slots: Sequence[int]) -> array[int]:
+        """Return the block tables of slots."""
+
+
 class Buffers:
     """The inputs of a pass of one bucket."""
 
-    def __init__(self, bucket: Bucket, reach: int, device: torch.device, states: torch.Tensor | None = None) -> None:
+    def __init__(self, bucket: Bucket, reach: int, device: torch.device, states: tuple[torch.Tensor, ...] = ()) -> None:
         """Allocate the inputs.
 
         Args:
             bucket: the shape of the pass.
             reach: blocks of a block table.
             device: where the pass runs.
-            states: [T, ...] memory of the hidden states that a draft head starts from.
+            states: memory of what a draft head starts from besides: hidden states [T, ...], and what its kind needs.
         """
         self.bucket = bucket
         self.states = states
@@ -83,10 +97,9 @@ class Buffers:
         self._parts[1].fill_(PADDING)
 
     def bytes(self) -> int:
-        own = (self._integers, self._draft, self._parents, self.states)
-        return sum(tensor.nbytes for tensor in own if tensor is not None)
+        return sum(tensor.nbytes for tensor in (self._integers, self._draft, self._parents, *self.states))
 
-    def fill(self, batch: Batch, draft: Draft, first: int, cache: DevicePagedCache) -> None:
+    def fill(self, batch: Batch, draft: Draft, first: int, cache: BlockTables) -> None:
         """Copy the integers of a round to the device, in one copy, and its draft tokens."""
         bucket = self.bucket
         integers = _integers(bucket, batch, draft, first)
@@ -180,36 +193,37 @@ def _ones(count: torch.Tensor) -> torch.Tensor:
     return torch.where(count >= MAX_COLUMNS, -one, (one << count.clamp(max=MAX_COLUMNS - 1)) - 1)
 
 
-def valid_ids(tokens: Sequence[int]) -> Sequence[int]:
+def valid_ids(feeds: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
     """Clamp ids to 31 bits. A sequence may hold larger ids if another model has a larger vocabulary."""
-    if min(tokens, default=0) >= 0 and max(tokens, default=0) <= _LARGEST_ID:
-        return tokens
-    return [min(max(token, 0), _LARGEST_ID) for token in tokens]
+    given = list(filter(None, feeds))
+    if min(map(min, given), default=0) >= 0 and max(map(max, given), default=0) <= _LARGEST_ID:
+        return feeds
+    return [tuple(map(_valid_id, feed)) for feed in feeds]
+
+
+def _valid_id(token: int) -> int:
+    return min(max(token, 0), _LARGEST_ID)
 
 
 def _integers(bucket: Bucket, batch: Batch, draft: Draft, first: int) -> array[int]:
     """Return the integers of a round without the block tables, in the order of `Buffers`."""
     size = bucket.columns
-    unused = bucket.rows - len(batch.seqs)
-    source, entry, nodes = array("i"), array("i"), array("i")
+    source, entry, nodes = [0] * (bucket.rows * size), [PADDING] * (bucket.rows * size), [0] * (bucket.rows * size)
     rows: list[tuple[int, int, int, int]] = []  # fed, base, start, budget
-    width = draft.size
-    trees = bucket.trees
-    for b, span in enumerate(pack(batch, draft.width, first)):
-        length = span.end - span.begin
-        padding = size - length
-        fed = batch.feed[b] if first < 0 else ()
-        node = ~(b * bucket.nodes + span.first) if width else 0
-        source.extend((*valid_ids(fed), *range(node, node - span.nodes, -1), *[0] * padding))
-        entry.extend((*range(span.start, span.start + length), *[PADDING] * padding))
+    feeds = valid_ids(batch.feed) if first < 0 else ((),) * len(batch.seqs)
+    trees = bucket.trees and first >= 0
+    spans = pack(batch, draft.width, first)
+    for b, (span, fed, budget) in enumerate(zip(spans, feeds, batch.draft_budget, strict=True)):
         begin = b * size
-        outputs = [begin - span.begin + column for column in span.outputs] or [begin]
-        nodes.extend((*outputs, *outputs[:1] * (size - len(outputs))))
-        start = span.base if trees and first >= 0 else span.start
-        rows.append((len(fed), span.base, start, batch.draft_budget[b]))
-    source.extend([0] * (unused * size))
-    entry.extend([PADDING] * (unused * size))
-    nodes.extend([0] * (unused * size))
-    rows += [(0, 0, 0, 0)] * unused
+        end = begin + span.end - span.begin
+        source[begin : begin + len(fed)] = fed
+        if span.nodes:
+            node = ~(b * bucket.nodes + span.first)
+            source[end - span.nodes : end] = range(node, node - span.nodes, -1)
+        entry[begin:end] = range(span.start, span.start + end - begin)
+        output = end - span.num_outputs  # the first node; padding repeats it
+        nodes[begin : begin + size] = [*range(output, end), *[output] * (size - span.num_outputs)]
+        rows.append((len(fed), span.base, span.base if trees else span.start, budget))
+    rows += [(0, 0, 0, 0)] * (bucket.rows - len(spans))
     columns = array("i", [value for part in zip(*rows, strict=True) for value in part])
-    return source + entry + columns + nodes
+    return array("i", source + entry) + columns + array("i", nodes)

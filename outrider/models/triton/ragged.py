@@ -25,7 +25,10 @@ def feeds_long_prompt(batch: Batch, first: int) -> bool:
 
     That depends on the request alone, so the results of a sequence do not depend on the other sequences.
     """
-    return first < 0 and any(_prompt_left(batch, b) for b in range(len(batch.seqs)))
+    if first >= 0:
+        return False
+    lengths = [len(seq.request.prompt_token_ids) for seq in batch.seqs]
+    return max(lengths) > MAX_COLUMNS and any(_prompt_left(batch, b) for b in range(len(lengths)))
 
 
 def whole_prompts(batch: Batch, draft: Draft) -> list[int]:
@@ -141,7 +144,7 @@ class _Columns:
     def __init__(self, batch: Batch, draft: Draft, first: int, spans: Sequence[SequenceSpan]) -> None:
         self.slots = [seq.slot for seq in batch.seqs]
         self.spans = spans
-        self._feeds = batch.feed if first < 0 else ((),) * len(batch.seqs)
+        self._feeds = valid_ids(batch.feed) if first < 0 else ((),) * len(batch.seqs)
         self._prompts = [_prompt_left(batch, b) if first < 0 else 0 for b in range(len(batch.seqs))]
         self._size = draft.size
         self._parents = draft.parent.tolist() if draft.size and not draft.chain else None
@@ -150,7 +153,7 @@ class _Columns:
         """Return the ids of the tokens of a sequence, or ~i for draft token i of the flat draft."""
         span = self.spans[b]
         node = ~(b * self._size + span.first)
-        return [*valid_ids(self._feeds[b]), *range(node, node - span.nodes, -1)]
+        return [*self._feeds[b], *range(node, node - span.nodes, -1)]
 
     def pieces(self, b: int) -> list[_Piece]:
         """Return the pieces of a sequence: of its prompt, if that is long, and the rest, with the nodes of a tree."""

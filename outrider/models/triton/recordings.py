@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from operator import add
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from outrider.core.types import Batch, Draft
-from outrider.models.cache.device_pages import DevicePagedCache
 from outrider.models.torch.cuda_recorder import Recorder
 from outrider.models.triton.compiling import only_compiled
-from outrider.models.triton.passes import MAX_COLUMNS, PROMPT_BUCKET, Bucket, Buffers
+from outrider.models.triton.passes import MAX_COLUMNS, PROMPT_BUCKET, BlockTables, Bucket, Buffers
 
 _log = logging.getLogger("outrider")
 _MAX_TOKENS = 512  # of a pass of fixed shape
@@ -31,11 +32,13 @@ class Recordings:
 
     def __init__(
         self,
-        memory: DevicePagedCache,
+        memory: BlockTables,
         *,
         make: Callable[[Buffers], Callable[[], Any]],
         record: Recorder | None,
-        states: Callable[[Bucket], torch.Tensor] | None = None,
+        states: Callable[[Bucket], tuple[torch.Tensor, ...]] | None = None,
+        fed: Callable[[int], int] | None = None,
+        length: Callable[[int], int] | None = None,
     ) -> None:
         """Record nothing yet.
 
@@ -44,13 +47,17 @@ class Recordings:
             make: returns the function of a pass whose inputs are in buffers.
             record: records it; None: passes run eagerly.
             states: returns memory for the hidden states that a pass of a draft head starts from.
+            fed: returns the most tokens of a sequence that are fed after a draft of some length; None: two.
+            length: returns that of the recorded chain that serves a draft of some length; None: the same.
         """
         self.seconds = 0.0  # of recording
         self.compiled = False  # the layers are kernels already
-        self._memory = memory
+        self.memory = memory
         self._make = make
         self.record = record  # None: passes run eagerly
         self._states = states
+        self._fed = fed or (lambda _: 2)
+        self._length = length or (lambda steps: steps)
         self._buffers: dict[Bucket, Buffers] = {}
         self._runs: dict[Bucket, Callable[[], Any]] = {}
         self._failed: set[Bucket] = set()
@@ -65,26 +72,32 @@ class Recordings:
         """Return the recorded buckets."""
         return tuple(self._runs)
 
-    def bucket(
-        self, batch: Batch, draft: Draft, first: int, *, steps: int = 0, vocab: int = 0, least: int = 1
-    ) -> Bucket | None:
-        """Return the bucket of a pass of at least `least` columns; None: it has too many tokens."""
-        skip = max(first, 0)
-        pairs = zip(batch.feed, draft.width, strict=True)
-        columns = max(len(feed) * (first < 0) + max(width - skip, 0) for feed, width in pairs)
+    def bucket(self, batch: Batch, draft: Draft, first: int, *, steps: int = 0, vocab: int = 0) -> Bucket | None:
+        """Return the bucket of a pass; None: it has too many tokens."""
+        columns = max(max(draft.width) - max(first, 0), 0)
+        if first < 0:
+            columns = max(map(add, map(len, batch.feed), draft.width))
         rows = _round_up(len(batch.seqs))
-        columns = _columns(max(columns, least), rows, steps)
-        if max(columns, draft.size) > MAX_COLUMNS or rows * columns > _MAX_TOKENS:
-            return None
-        nodes = _round_up(draft.size) if draft.size else 0
-        return Bucket(rows=rows, columns=columns, nodes=nodes, trees=not draft.chain, steps=steps, vocab=vocab)
+        # The feed of a round is shorter where draft tokens were rejected. One recording serves all.
+        usual = max(columns, self._fed(steps)) if steps else columns
+        bucket = Bucket(
+            rows=rows,
+            columns=_columns(usual, rows, steps),
+            nodes=_round_up(draft.size) if draft.size else 0,
+            trees=not draft.chain,
+            steps=self._length(steps) if steps else 0,
+            vocab=vocab,
+        )
+        if not _fits(bucket):
+            bucket = replace(bucket, columns=_columns(columns, rows, steps))
+        return bucket if _fits(bucket) and draft.size <= MAX_COLUMNS else None
 
     def find(self, bucket: Bucket) -> tuple[Buffers, Callable[[], Any]]:
         """Return the buffers of a bucket and its pass, which is recorded at first."""
-        if self._memory.allocations != self._allocation:
+        if self.memory.allocations != self._allocation:
             # `resize` has replaced the memory of the cache, and `sleep` perhaps that of shared weights, too.
             self._runs.clear()
-            self._allocation = self._memory.allocations
+            self._allocation = self.memory.allocations
         if bucket not in self._buffers:
             self._buffers[bucket] = self._allocate(bucket)
         if bucket not in self._runs and bucket not in self._failed:
@@ -109,7 +122,7 @@ class Recordings:
         Args:
             rows: sequences.
             length: not used: a recorded pass serves any length.
-            columns: tokens per sequence of scoring passes.
+            columns: tokens per sequence of scoring passes. Those of draft heads are recorded when they are used.
             steps: draft lengths.
             vocab: drafted ids are below it; 0: all.
             compiled: not used: the layers are kernels already.
@@ -117,14 +130,15 @@ class Recordings:
         """
         before = self.seconds
         rows = _round_up(rows)
-        buckets = [Bucket(rows=rows, columns=_round_up(count), nodes=_round_up(count - 1)) for count in columns]
+        buckets = []
+        if not self._states:  # the scoring passes of draft heads have other shapes
+            buckets = [Bucket(rows=rows, columns=_round_up(count), nodes=_round_up(count - 1)) for count in columns]
         for count in steps:
-            # A draft model is fed one or two tokens, and a draft head all tokens of the last round.
-            feed = _columns(count + 1, rows, count) if self._states else 2
-            buckets.append(Bucket(rows=rows, columns=feed, nodes=0, steps=count, vocab=vocab))
+            feed = _columns(self._fed(count), rows, count)
+            buckets.append(Bucket(rows=rows, columns=feed, nodes=0, steps=self._length(count), vocab=vocab))
         if not self._states:
             buckets.append(PROMPT_BUCKET)
-        fitting = [bucket for bucket in buckets if bucket.rows * bucket.columns <= _MAX_TOKENS]
+        fitting = [bucket for bucket in dict.fromkeys(buckets) if bucket.rows * bucket.columns <= _MAX_TOKENS]
         if self.record is not None:
             began = perf_counter()
             with only_compiled():
@@ -137,8 +151,8 @@ class Recordings:
         return self.seconds - before
 
     def _allocate(self, bucket: Bucket) -> Buffers:
-        states = self._states(bucket) if self._states else None
-        return Buffers(bucket, self._memory.reach, self._memory.device, states)
+        states = self._states(bucket) if self._states else ()
+        return Buffers(bucket, self.memory.reach, self.memory.device, states)
 
     def _try(self, bucket: Bucket) -> None:
         """Record a bucket. If that fails, its passes run without a recording."""
@@ -161,6 +175,10 @@ class Recordings:
             )
         finally:
             self.seconds += perf_counter() - began
+
+
+def _fits(bucket: Bucket) -> bool:
+    return bucket.columns <= MAX_COLUMNS and bucket.rows * bucket.columns <= _MAX_TOKENS
 
 
 def _columns(count: int, rows: int, steps: int) -> int:

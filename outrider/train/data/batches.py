@@ -108,7 +108,7 @@ class Collator:
         if not overlap > _MIN_OVERLAP:
             raise OutriderError(
                 f"the target's last hidden states and its LM head give only {overlap:.0%} of its own distribution, so"
-                " no draft can be trained on it: its logits are scaled or capped; use it with --proposer suffix"
+                " no draft can be trained on it: its logits are scaled; use it with --proposer suffix"
             )
 
     def _target_probs(self, last_states: torch.Tensor) -> torch.Tensor:

@@ -235,6 +235,17 @@ def test_hopeless_trial_ends_early(acceptance, passes):
     assert modes.count(Mode.TRIAL) == passes
 
 
+def test_the_price_of_draft_tokens_follows_an_easy_or_hard_passage_half_way():
+    """The speedup is 1.44 now, and 2.25 over whole texts."""
+    planner = CostPlanner(costs(FLAT))
+    (proposer,) = planner.proposers
+    proposer.best_length = lambda *_: (4, 1.44)
+    proposer.add_time(spent=100.0, plain=225.0, saved=0.0, passes=100)
+    proposer.idle_rounds = 0
+    planner._choose_alternative(batch(1), RoundLoad.of(batch(1)))
+    assert planner._pricing._token_seconds == pytest.approx(1 / 1.8)  # the geometric mean
+
+
 def test_padded_drafts_have_equal_lengths():
     """The sixth token of one sequence then costs two tokens, and the second token of the other one is free."""
     cost = costs(PassCost(tokens=(1, 64), seconds=(1.0, 16.75), entry=0.0, pair=0.0))  # 0.25 for each further token
@@ -244,7 +255,8 @@ def test_padded_drafts_have_equal_lengths():
         pricing = DraftPricing(Clock(cost), padded=padded)
         pricing.set_speed(load, 1.0)
         widths.append(pricing.profitable_widths([(0.9,) * 5 + (0.6,), (0.9, 0.1)], load))
-    assert widths == [(6, 1), (5, 2)]
+        widths.append(pricing.pass_tokens((5, 2)))
+    assert widths == [(6, 1), 7, (5, 2), 10]
 
 
 def test_plain_decoding_is_reconsidered_for_a_new_text():

@@ -384,7 +384,9 @@ def test_confidence_head_limits_the_draft_length():
     seqs = admit(head, [[1, 2, 3, 4, 5]])
     note_states(head, seqs, torch.randn(1, 4, 5, 64), [4])
     batch = next_batch(head, seqs).limited((4,))
-    stop_rule = Confidence().stop_rule(0.2, (0.0,), ())
+    confidence = Confidence()
+    confidence.begin_text(0)
+    stop_rule = confidence.stop_rule([0], 0.2, (0.0,), ())
     lengths = []
     torch.nn.init.zeros_(module.judge.weight)
     for log_odds in (-9.0, 9.0):

@@ -93,14 +93,15 @@ def test_engine_logits_equal_training_logits(name):
 
 
 def test_logits_of_a_node_depend_only_on_its_path():
-    """Other nodes of the tree do not matter, nor whether levels are scored one by one or together."""
+    """Other nodes of the tree do not matter."""
     head = make_head_target(random_head(describe("mtp", SMALL)), TABLES, slots=2, context=32)
     seqs = admit(head, [[1, 2, 3, 4, 5], [6, 7, 8, 9]])
     note_states(head, seqs, torch.randn(2, 5, 1, 64), [4, 3])
     batch = next_batch(head, seqs)
     draft = random_tree([8, 6], 40, random.Random(5))
     head.score(batch, tree.empty(2, CPU))
-    tree_logits = head.score(batch, draft, 0).logits
+    levels = [tree.cut(draft, (node + 1,) * 2) for node in range(draft.size)]
+    tree_logits = torch.cat([head.score(batch, level, node).logits for node, level in enumerate(levels)], 1)
     shallow_nodes = [
         (b, node)
         for b, width in enumerate(draft.width)

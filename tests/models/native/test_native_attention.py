@@ -8,6 +8,7 @@ import torch
 from outrider.models.cache.prefix_tree import BLOCK
 from outrider.testing.drive import random_tree
 from tests.helpers import tiny
+from tests.helpers.threads import torch_threads
 from tests.models.native.test_native import chain, feed, load_target, random_ids, relative_error, split
 
 pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
@@ -80,6 +81,26 @@ def test_logits_are_close_to_transformers(name, folders):
     logits = feed(target, [tokens[:1]], draft=chain(tokens[1:]))[0].logits[0]
     expected = model.float()(torch.tensor([tokens])).logits[0]
     assert relative_error(logits, expected) < 0.03
+
+
+@torch.inference_mode()
+@KV_DTYPES
+@pytest.mark.parametrize("window", [None, 700])
+def test_bits_of_a_long_text_do_not_depend_on_who_shares_it(kv_dtype, window, tmp_path):
+    """A few tokens behind a long text are shared out by sections of it, many tokens are not."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+    config = tiny.make_config("MistralConfig", max_position_embeddings=2048, sliding_window=window, **sizes)
+    folder, tokens = tiny.save(tmp_path, config), random_ids(1101)
+    expected = None
+    for threads in (1, 2, 16):
+        with torch_threads(threads):
+            target, model = load_target(folder, context=1200, kv_dtype=kv_dtype)
+            scores = feed(target, [tokens[:1098]], draft=chain(tokens[1098:]))[0].logits[0]
+            alone = feed(target, [tokens[:1100], tokens[1100:]], slot=1)[1].logits[0, -1]
+        expected = scores if expected is None else expected
+        assert torch.equal(scores, expected)
+        assert torch.equal(alone, expected[-1])
+    assert relative_error(expected, model.float()(torch.tensor([tokens])).logits[0, 1097:]) < 0.03
 
 
 @torch.inference_mode()

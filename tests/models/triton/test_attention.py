@@ -58,6 +58,18 @@ def test_padding_sees_the_prefix_or_nothing():
     torch.testing.assert_close(out.double(), paged.expected(given, scale=0.3), rtol=0, atol=1e-5)
 
 
+def test_a_prefix_below_zero_hides_the_first_tokens():
+    """Later modules of a draft head have no entries for them."""
+    given = paged.random_pass([0], 5, heads=2, key_heads=1, dim=16, tree=False)
+    later = given._replace(prefix=given.prefix - 2, bits=given.bits.masked_fill(given.bits < 4, 0))
+    out = run(later, scale=0.3)
+    assert torch.equal(out, run(given._replace(bits=given.bits >> 2), scale=0.3))
+    assert not out[:2].any()
+    with helper.interpreted(attention):
+        prompt = attention.attend_prompt(*later, scale=0.3, rows=1, columns=5)
+    torch.testing.assert_close(prompt, out, rtol=0, atol=1e-5)
+
+
 def test_padding_beyond_the_block_table_does_no_harm():
     given = paged.random_pass([61], 3, heads=2, key_heads=1, dim=16, tree=False)
     given = given._replace(entries=given.entries.nan_to_num(), block_table=given.block_table[:, :4].contiguous())

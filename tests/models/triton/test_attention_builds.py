@@ -76,6 +76,9 @@ def test_layers_fit(tmp_path):
         layers.rotate_and_write(
             meta(10, 6144), angles, angles, index(10), index(10), index(2, 512), entries[:, 3], *norms
         )
+        layers.rotate_and_write(
+            meta(10, 2048), meta(9, 1), meta(9, 1), index(10), index(10), index(2, 512), entries[:, 3]
+        )
         layers.rms_norm(meta(10, 4096), meta(4096), 1e-5)
-    assert len(launches) == 2
+    assert len(launches) == 3
     check(launches, 90, tmp_path)

@@ -48,9 +48,15 @@ def test_rotation_and_writes(dim, pairs, with_norm, dtype):
             held[:, 1] = wanted[token, heads + key_heads :]
 
     with helper.interpreted(layers):
+        alone = entries.clone()
         query = layers.rotate_and_write(
             qkv, angles.cos(), angles.sin(), position, entry, table, entries[:, 1], *norms, 1e-5
         )
+        without_queries = qkv[:, heads * dim :].contiguous()
+        layers.rotate_and_write(
+            without_queries, angles.cos(), angles.sin(), position, entry, table, alone[:, 1], None, norms[1], 1e-5
+        )
+    assert torch.equal(alone, entries)
     tolerance = 1e-5 if dtype is torch.float32 else 4e-2
     torch.testing.assert_close(query.double(), wanted[:, :heads], rtol=0, atol=tolerance)
     torch.testing.assert_close(entries.double(), cache, rtol=0, atol=tolerance)

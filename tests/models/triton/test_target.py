@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from cProfile import Profile
 from dataclasses import replace
 
 import pytest
@@ -233,6 +234,29 @@ def test_launches_of_a_recorded_pass_and_none_waits(widths, budget, folder, monk
         "attend": passes * layers,
     }
     assert len(recorded) == 1
+
+
+def test_a_round_takes_few_calls_of_python_for_each_sequence(folder):
+    """The device waits for the host between two rounds. It took 116 calls for each sequence."""
+
+    def frozen(run):
+        result = run()
+        return lambda: result
+
+    calls = []
+    for count in (2, 10):
+        settings = {"kernels": "triton", "max_model_len": 192, "check": "never", "max_num_seqs": count}
+        llm = LLM(folder("llama"), device="cpu", dtype="float32", proposer="none", **settings)
+        llm.parts.target._record = frozen
+        llm.parts.target._reset()
+        for _ in range(count):
+            llm.submit([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
+        for _ in range(4):
+            llm.engine.step()
+        profile = Profile()
+        profile.runcall(llm.engine.step)
+        calls.append(sum(entry.callcount for entry in profile.getstats()))
+    assert (calls[1] - calls[0]) / 8 < 75
 
 
 def test_warm_compiles_all_kernels_before_it_records(folder, monkeypatch):

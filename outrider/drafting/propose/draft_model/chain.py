@@ -57,6 +57,7 @@ class DraftModelProposer:
 
     def admit(self, slot: int, request: Request) -> None:
         self._model.cache.admit(slot, request.prompt_token_ids, request.params.scope)
+        self._confidence.begin_text(slot)
 
     def propose(self, batch: Batch) -> Draft:
         if not any(batch.draft_budget):
@@ -103,7 +104,7 @@ class DraftModelProposer:
                 # Sampled tokens that were cut from the draft were not verified, so nothing is
                 # learned from them.
                 verified = draft_tokens[b] if self._draft.q is None else draft_tokens[b][:width]
-                self._confidence.learn(verified, self._margins[b], emitted[seq.slot])
+                self._confidence.learn(seq.slot, verified, self._margins[b], emitted[seq.slot])
         return num_accepted
 
     def release(self, slot: int) -> None:
@@ -196,7 +197,9 @@ class DraftModelProposer:
         ends = frozenset[int]()
         if not any(must_reproduce(seq, self._setup.draw) for seq in batch.seqs):
             ends = frozenset.intersection(*(seq.request.end_ids for seq in batch.seqs))
-        stop_rule = self._confidence.stop_rule(batch.budget.min_path_prob, batch.budget.min_draft_probs, tuple(ends))
+        slots = [seq.slot for seq in batch.seqs]
+        limits = batch.budget.min_path_prob, batch.budget.min_draft_probs
+        stop_rule = self._confidence.stop_rule(slots, *limits, tuple(ends))
         chains = self._draft_in_one_call(batch, sampling, stop_rule) if max(batch.draft_budget) else None
         if chains is None:
             return self._draft_by_token(batch, sampling, stop_rule)

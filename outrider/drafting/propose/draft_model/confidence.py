@@ -15,12 +15,17 @@ _INITIAL_BIAS = 0.3
 _PRIOR = ((8.0, 0.0), (0.0, 8.0))  # curvature of the initial coefficients
 _DECAY = 0.998  # of the curvature, with each draft token
 _MAX_MARGIN = 12.0
+_TEXT_CURVATURE = 4.0  # prior of the bias of a text
+_TEXT_DECAY = 0.95  # of the rest of its curvature, with each draft
 
 
 class Confidence:
-    """P(accepted | margin, ancestors accepted) = sigmoid(w m + b), with separate w and b for the first positions.
+    """P(accepted | margin, ancestors accepted) = sigmoid(w m + b + t), with separate w and b for the first positions.
 
-    Each draft token moves w and b by a Newton step with a decayed curvature (online logistic
+    w and b are those of all texts. The bias t of a text starts at 0: texts of a kind that the draft
+    model has not learned show it after a few draft tokens.
+
+    Each draft token moves w, b and t by a Newton step with a decayed curvature (online logistic
     regression, as an extended Kalman filter). The margin depends on the distribution of the draft
     and not on the sampled token, so stopping by it does not bias the output.
     """
@@ -29,30 +34,42 @@ class Confidence:
         self._coefficients = [[_INITIAL_WEIGHT, _INITIAL_BIAS] for _ in range(_NUM_POSITIONS)]
         # [a, b, c] of the curvature [[a, b], [b, c]]
         self._curvature = [[_PRIOR[0][0], _PRIOR[0][1], _PRIOR[1][1]] for _ in range(_NUM_POSITIONS)]
+        self._texts: dict[int, list[float]] = {}  # by slot, the bias of its text, and its curvature
 
-    def stop_rule(self, min_path_prob: float, min_draft_probs: tuple[float, ...], ends: tuple[int, ...]) -> StopRule:
-        """Return a `StopRule` with the current coefficients and these limits and end tokens."""
+    def begin_text(self, slot: int) -> None:
+        """Start a text in `slot`."""
+        self._texts[slot] = [0.0, _TEXT_CURVATURE]
+
+    def stop_rule(
+        self, slots: Sequence[int], min_path_prob: float, min_draft_probs: tuple[float, ...], ends: tuple[int, ...]
+    ) -> StopRule:
+        """Return a `StopRule` for the texts in `slots`, with the mean of their biases, these limits and end tokens."""
+        text_bias = sum(self._texts[slot][0] for slot in slots) / len(slots)
         return StopRule(
             weight=tuple(weight for weight, _ in self._coefficients),
-            bias=tuple(bias for _, bias in self._coefficients),
+            bias=tuple(bias + text_bias for _, bias in self._coefficients),
             min_path_prob=min_path_prob,
             min_draft_probs=min_draft_probs,
             ends=ends,
         )
 
-    def learn(self, tokens: Sequence[int], margins: Sequence[float], emitted: Sequence[int]) -> None:
-        """Learn from the chain of a sequence after the tokens `emitted` were committed."""
+    def learn(self, slot: int, tokens: Sequence[int], margins: Sequence[float], emitted: Sequence[int]) -> None:
+        """Learn from the chain of the text in `slot` after the tokens `emitted` were committed."""
+        text = self._texts[slot]
+        # The prior returns as fast as drafts are forgotten.
+        text[1] = _TEXT_CURVATURE + _TEXT_DECAY * (text[1] - _TEXT_CURVATURE)
+        text[0] -= (1 - _TEXT_DECAY) * _TEXT_CURVATURE * text[0] / text[1]
         for position, (token, margin, emitted_token) in enumerate(zip(tokens, margins, emitted, strict=False)):
             clamped = min(max(margin, -_MAX_MARGIN), _MAX_MARGIN)
-            self._step(min(position, _NUM_POSITIONS - 1), clamped, token == emitted_token)
+            self._step(text, min(position, _NUM_POSITIONS - 1), clamped, token == emitted_token)
             if token != emitted_token:
                 return
 
-    def _step(self, position: int, margin: float, accepted: bool) -> None:
-        """Make a Newton step of the coefficients of a position."""
+    def _step(self, text: list[float], position: int, margin: float, accepted: bool) -> None:
+        """Make a Newton step of the coefficients of a position, and of the bias and curvature of a text."""
         coefficients = self._coefficients[position]
         curvature = self._curvature[position]
-        p = 1 / (1 + math.exp(-(coefficients[0] * margin + coefficients[1])))
+        p = 1 / (1 + math.exp(-(coefficients[0] * margin + coefficients[1] + text[0])))
         weight = max(p * (1 - p), 1e-3)
         for i, term in enumerate((margin * margin, margin, 1.0)):
             prior = (_PRIOR[0][0], 0.0, _PRIOR[1][1])[i]
@@ -62,3 +79,5 @@ class Confidence:
         determinant = a * c - b * b
         coefficients[0] += error * (c * margin - b) / determinant
         coefficients[1] += error * (a - b * margin) / determinant
+        text[1] += weight
+        text[0] += error / text[1]

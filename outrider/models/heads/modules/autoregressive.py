@@ -138,11 +138,15 @@ class AutoregressiveHead(HeadBase, DraftModule):
 
     def feed_back(self, out: torch.Tensor, module: int = 0) -> torch.Tensor:
         """Return the state that is fed back with the next draft token, for outputs [*, H]."""
-        return self._get_module(module).apply_norm(out) if self.description.feedback is Feedback.NORMED else out
+        return self.normed(out, module) if self.description.feedback is Feedback.NORMED else out
+
+    def normed(self, out: torch.Tensor, module: int = 0) -> torch.Tensor:
+        """Return outputs [*, H] of a module after its final norm, if it has one."""
+        return self._get_module(module).apply_norm(out)
 
     def logits(self, out: torch.Tensor, module: int = 0) -> torch.Tensor:
         """Return float32 logits [*, Vd] over `ids` for outputs [*, H] before the final norm."""
-        return super().logits(self._get_module(module).apply_norm(out))
+        return super().logits(self.normed(out, module))
 
     def _get_module(self, index: int) -> DraftModule:
         return self.deeper[index - 1] if index else self  # type: ignore[return-value]

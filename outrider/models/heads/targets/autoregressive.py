@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.core import tree
+from outrider.core.cache import SequenceSpan
 from outrider.core.config import FULL_BITS
 from outrider.core.draws import Draws
 from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights, StopRule
@@ -17,17 +18,21 @@ from outrider.models.cache.paged import PagedCache
 from outrider.models.cache.static import StaticCache
 from outrider.models.heads.hidden_states import StateCache
 from outrider.models.heads.modules.autoregressive import AutoregressiveHead
-from outrider.models.heads.targets.base import HeadRunner, cached_attention, window_rule
+from outrider.models.heads.targets.base import HeadRunner, cached_attention, node_depths, window_rule
 from outrider.models.heads.targets.native import HeadDecoder
 from outrider.models.native.library import load_library
 from outrider.models.native.target import columns_of
-from outrider.models.torch.attention import CacheReader
+from outrider.models.torch.attention import CacheReader, MaskRule
+
+# Runs one module of a head: from states [T, H] and its index, it returns the outputs [T, H] of the columns of a pass.
+RunModule = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class AutoregressiveTarget(HeadRunner):
     """Runs an `AutoregressiveHead` with its own KV cache, on torch."""
 
     module: AutoregressiveHead
+    cache: StateCache
 
     def __init__(
         self, module: AutoregressiveHead, tables: SharedWeights, *, slots: int, context: int, window: int | None = None
@@ -50,16 +55,50 @@ class AutoregressiveTarget(HeadRunner):
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         head_batch = skip_tokens(batch)
         states = self._feed_states(batch) if first < 0 else self._parent_states(draft, first)
-        out, logits = self._run(head_batch, draft, first, states)
-        self._store_states(self.module.feed_back(out), head_batch, draft, first)
+        fed_back, logits = self._run(head_batch, draft, first, states)
+        self._store_states(fed_back, head_batch, draft, first)
         return self._scores(logits)
 
     def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the outputs [T, H] of all columns, and the logits [B, M, Vd] of the nodes."""
+        """Return the states [T, S] that all columns feed back, and the logits [B, M, Vd] of the nodes."""
         layout = self._kv_cache.stage(batch, draft, first)
-        attention = cached_attention(CacheReader(self._kv_cache, layout), self._mask_rule)
-        out = self.module(layout.tokens, states, layout.positions, attention)
-        return out, layout.per_node(self.module.logits(out[layout.keep]))
+        reader = CacheReader(self._kv_cache, layout)
+
+        def run(states: torch.Tensor, module: int) -> torch.Tensor:
+            attention = cached_attention(reader, self._rule_of(module))
+            return self.module(layout.tokens, states, layout.positions, attention, module)  # type: ignore[no-any-return]
+
+        fed_back, out = self._outputs(run, states, self._begins(layout.spans, first))
+        return fed_back, self._node_logits(layout.per_node(out[layout.keep]), lambda: node_depths(draft, first))
+
+    def _rule_of(self, module: int) -> MaskRule | None:
+        """Return the mask rule of the layers of one module."""
+        return self._mask_rule
+
+    def _begins(self, spans: Sequence[SequenceSpan], first: int) -> torch.Tensor | None:
+        """Return the first column [B] of each feed; None: the pass has no feed."""
+        return tree.upload([span.begin for span in spans], self.device) if first < 0 else None
+
+    def _outputs(
+        self, run: RunModule, states: torch.Tensor, begins: torch.Tensor | None, modules: range | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the modules over the columns of a pass.
+
+        Args:
+            run: runs one module.
+            states: [T, S] that the columns start from.
+            begins: as `_begins` returns them, for heads with several modules.
+            modules: those that are needed; None: all.
+
+        Returns:
+            The states [T, S] that columns feed back, and the outputs that `_node_logits` takes.
+        """
+        out = run(states, 0)
+        return self.module.feed_back(out), out
+
+    def _node_logits(self, out: torch.Tensor, depth: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return float32 logits [*, Vd] of nodes for their outputs [*, H] and depths [*]."""
+        return self.module.logits(out)
 
     def _feed_states(self, batch: Batch) -> torch.Tensor:
         """Return the target's states [T, H] that the feeds start from."""
@@ -120,7 +159,7 @@ class NativeHead(AutoregressiveTarget):
             dim=body.dim,
             dtype=tables.embedding.dtype,
         )
-        self.cache = StateCache(self._paged_cache, self._hidden_states, to_head_batch=skip_tokens, skipped_tokens=1)
+        self.cache.replace_inner(self._paged_cache)
         self._shared_weights = tables
         self._window = window
         self._bits = bits
@@ -151,7 +190,7 @@ class NativeHead(AutoregressiveTarget):
         columns, _, order = columns_of(batch, draft, first, self.vocab)
         logits, _, out = self._decoder.run(columns, (self.module.body.layers - 1,), states.float().contiguous())
         logits = logits if order is None else logits[order]
-        return out[0].to(self._dtype), logits.view(len(batch.seqs), -1, logits.shape[-1])
+        return self.module.feed_back(out[0].to(self._dtype)), logits.view(len(batch.seqs), -1, logits.shape[-1])
 
 
 class NativeAutoregressiveTarget(NativeHead):

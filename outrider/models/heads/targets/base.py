@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from outrider.core import tree
 from outrider.core.cache import Cache
 from outrider.core.target import Target, draft_by_scores, expand_logits
 from outrider.core.types import Batch, Draft, DraftChains, Round, Scores, SharedWeights, StopRule
@@ -132,6 +133,12 @@ def cached_attention(reader: CacheReader, mask_rule: MaskRule | None = None) -> 
         return attend(module, query[None], key[None], value[None], mask_rule, kv=reader)[0][0].transpose(0, 1)
 
     return attend_cached
+
+
+def node_depths(draft: Draft, first: int) -> torch.Tensor:
+    """Return the depths [B, M] of the nodes from `first` on. With -1 the first one is the root, of depth 0."""
+    depths = torch.cat([torch.zeros_like(draft.count)[:, None], tree.depths(draft)], 1)
+    return depths[:, 1 + first :]
 
 
 def at_depth(values: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:

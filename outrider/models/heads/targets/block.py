@@ -14,7 +14,7 @@ from outrider.models.heads.description import BlockView
 from outrider.models.heads.hidden_states import StateCache
 from outrider.models.heads.modules.block import BlockHead
 from outrider.models.heads.modules.layers import Attention, AttentionFunction
-from outrider.models.heads.targets.base import HeadRunner, at_depth, cached_attention
+from outrider.models.heads.targets.base import HeadRunner, at_depth, cached_attention, node_depths
 from outrider.models.torch.attention import CacheReader, MaskRule
 
 
@@ -26,6 +26,7 @@ class BlockTarget(HeadRunner):
     """
 
     module: BlockHead
+    cache: StateCache
 
     def __init__(self, module: BlockHead, tables: SharedWeights, *, slots: int, context: int) -> None:
         super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=module.block.draft_tokens)
@@ -41,7 +42,7 @@ class BlockTarget(HeadRunner):
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         if first < 0:
             self._run_blocks(batch)
-        depth = torch.cat([torch.zeros_like(self._last_tokens), tree.depths(draft)], 1)[:, 1 + first :]
+        depth = node_depths(draft, first)
         before = torch.cat([self._last_tokens, draft.tokens], 1)[:, 1 + first :]
         out = at_depth(self._out, depth)
         scores = self._scores(self.module.correct_logits(at_depth(self._logits, depth), out, before))
@@ -60,15 +61,24 @@ class BlockTarget(HeadRunner):
         head_batch = without_last_tokens(batch)
         size = self.module.block.size
         self._write_cache(head_batch)
-        self._last_tokens = tree.upload([feed[-1:] for feed in batch.feed], self.device)
+        last = self._upload_last(batch)
         # The cache needs only the positions of the columns. Their tokens are not used.
-        blocks = tree.chain(self._last_tokens.expand(-1, size), (size,) * len(batch.seqs))
+        blocks = tree.chain(last[:, -1:].expand(-1, size), (size,) * len(batch.seqs))
         layout = self._kv_cache.stage(head_batch, blocks, 0)
         attend = self._attention(CacheReader(self._kv_cache, layout))
-        columns: torch.Tensor = self.module(self._last_tokens[:, 0], layout.positions, attend)
+        columns: torch.Tensor = self.module(last[:, -1], layout.positions, attend)
+        self._begin(last, columns)
+        return columns
+
+    def _upload_last(self, batch: Batch) -> torch.Tensor:
+        """Return the committed tokens [B, known] that later columns read. The last one starts the block."""
+        return tree.upload([feed[-1:] for feed in batch.feed], self.device)
+
+    def _begin(self, last: torch.Tensor, columns: torch.Tensor) -> None:
+        """Keep what later calls of this round need: tokens of `_upload_last`, and outputs [B, size, H] of blocks."""
+        self._last_tokens = last[:, -1:]
         self._out = self.module.predicting(columns)
         self._logits = self.module.logits(self._out)
-        return columns
 
     def _attention(self, reader: CacheReader) -> AttentionFunction:
         """Return a function that lets the columns of blocks attend to what the view of each layer shows."""

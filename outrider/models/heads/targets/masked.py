@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from outrider.core import tree
-from outrider.core.target import draft_by_scores
-from outrider.core.types import Batch, Draft, DraftChains, Scores, StopRule
+from outrider.core.types import Batch, Draft, Scores
 from outrider.models.heads.targets.autoregressive import AutoregressiveTarget, NativeHead, skip_tokens
-from outrider.models.heads.targets.base import at_depth
+from outrider.models.heads.targets.base import at_depth, node_depths
 
 
 class MaskedTarget(AutoregressiveTarget):
@@ -28,12 +27,7 @@ class MaskedTarget(AutoregressiveTarget):
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         if first < 0:
             self._logits = self._run_masks(batch)
-        root = torch.zeros(len(batch.seqs), 1, dtype=torch.int64, device=self.device)
-        depth = torch.cat([root, tree.depths(draft)], 1)[:, 1 + first :]
-        return self._scores(at_depth(self._logits, depth))
-
-    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
-        return draft_by_scores(self, batch, vocab, stop_rule)
+        return self._scores(at_depth(self._logits, node_depths(draft, first)))
 
     def _run_masks(self, batch: Batch) -> torch.Tensor:
         """Return the logits [B, 1 + masks, Vd] after each sequence and after its mask tokens."""

@@ -1,143 +1,98 @@
-"""A target that runs draft heads with several modules. Each module starts one token later than the one before."""
+"""Targets that run draft heads with several modules. Each module starts one token later than the one before."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate
+from collections.abc import Callable
 
 import torch
 
-from outrider.core import tree
-from outrider.core.cache import Layout, UnboundedCache
-from outrider.core.types import Batch, Draft, Round, Scores, SharedWeights
-from outrider.models.cache.static import StaticCache
-from outrider.models.heads.hidden_states import StateCache
-from outrider.models.heads.modules.autoregressive import AutoregressiveHead
-from outrider.models.heads.targets.autoregressive import skip_tokens
-from outrider.models.heads.targets.base import HeadRunner, cached_attention
-from outrider.models.torch.attention import CacheReader
+from outrider.core.types import Batch, Draft
+from outrider.models.heads.modules.base import HeadBase
+from outrider.models.heads.targets.autoregressive import AutoregressiveTarget, RunModule
+from outrider.models.torch.attention import MaskRule
 
 
-class MultiModuleTarget(HeadRunner):
-    """Runs an `AutoregressiveHead` with several modules. Each module has its own KV cache.
+class MultiModuleTarget(AutoregressiveTarget):
+    """Runs an `AutoregressiveHead` with several modules. The layers of all modules are in one KV cache.
 
     Module m, counted from 0, combines a token with the output of module m - 1 at the token before, and predicts the
-    draft token at depth m. So a draft token runs only through the modules that predict after it. A sequence with fewer
-    tokens than modules has no input for the last modules, so their predictions are arbitrary.
+    draft token at depth m. So a draft token runs only through the modules that predict after it. Module m has no input
+    for the first m tokens of the cache. Its entries there are arbitrary, and no later token attends to them. A sequence
+    with fewer tokens than modules has no input for the last modules, so their predictions are arbitrary.
+
+    The states that a column starts from are one for each module, side by side.
     """
 
-    module: AutoregressiveHead
-
-    def __init__(self, module: AutoregressiveHead, tables: SharedWeights, *, slots: int, context: int) -> None:
-        count = module.description.modules
-        super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=count)
-        self._kv_caches = [StaticCache(slots=slots, capacity=context, device=self.device) for _ in range(count)]
-        self.cache = StateCache(
-            _ModuleCaches(self._kv_caches), self._hidden_states, to_head_batch=skip_tokens, skipped_tokens=1
-        )
-        self._zero_states = torch.zeros(count, module.description.width, dtype=self._dtype, device=self.device)
-        # The outputs [modules, H] of all modules at the last committed tokens, by slot and position.
+    def _prepare(self) -> None:
+        self.max_draft_tokens = self.description.modules
+        self._rules = [_hide_first(index) for index in range(self.max_draft_tokens)]
+        # The states after the last committed tokens [modules * H], by slot and position.
         self._last_states: dict[int, dict[int, torch.Tensor]] = {}
-        # The same in the current round, by sequence and node. Node -1 is the last committed token.
-        self._node_states: list[dict[int, torch.Tensor]] = []
 
-    def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
-        return self._scores(self._run_feed(batch) if first < 0 else self._run_nodes(batch, draft, first))
+    def _rule_of(self, module: int) -> MaskRule | None:
+        return self._rules[module]
 
-    def _run_feed(self, batch: Batch) -> torch.Tensor:
-        """Run the feed through all modules. Return the logits [B, 1, Vd] of the first module at the last tokens."""
-        ends = batch.ends
-        slots = [seq.slot for seq in batch.seqs]
-        target_states = [
-            self._hidden_states.read(slot, max(start, 1) - 1, end - 1)
-            for slot, start, end in zip(slots, batch.start, ends, strict=True)
-        ]
-        fused = self.module.fuse_states(torch.cat(target_states).to(self._dtype))
-        states = list(torch.split(fused, list(map(len, target_states))))
-        self._node_states = [{-1: self._zero_states.clone()} for _ in slots]
-        empty = tree.empty(len(slots), self.device)
-        logits = torch.empty(0)
-        for index in range(self.max_draft_tokens):
-            out, _ = self._run_module(index, batch, empty, -1, torch.cat(states))
-            sizes = list(map(len, states))
-            if not index:
-                last_columns = tree.upload([end - 1 for end in accumulate(sizes)], self.device)
-                logits = self.module.logits(out[last_columns])[:, None]
-            for b, new_states in enumerate(torch.split(self.module.feed_back(out, index), sizes)):
-                if len(new_states):
-                    self._node_states[b][-1][index] = new_states[-1]
-                states[b] = new_states[:-1]
-                # At the first new token the next module needs this module's output at the token before.
-                if batch.start[b] > index + 1:
-                    before = self._last_states[slots[b]].get(batch.start[b] - 1, self._zero_states)
-                    states[b] = torch.cat([before[index, None], new_states[:-1]])
-        self._store_last_states(slots, batch.start, ends)
-        return logits
+    def _feed_states(self, batch: Batch) -> torch.Tensor:
+        """Return [T, modules * H]: the target's states, and at the first column of a feed also those before it."""
+        states = []
+        for b in range(len(batch.seqs)):
+            fused = self._input_states(batch, b)
+            states.append(torch.cat([fused, fused.new_zeros(len(fused), self._width - fused.shape[1])], 1))
+            if len(fused):
+                states[-1][0, fused.shape[1] :] = self._states_before(batch, b)[fused.shape[1] :]
+        return torch.cat(states)
 
-    def _store_last_states(self, slots: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
-        """Store the outputs at the last tokens, and drop those that no later feed needs."""
-        for slot, start, end, node_states in zip(slots, starts, ends, self._node_states, strict=True):
-            stored = self._last_states.get(slot, {}) if start else {}
-            needed = {position: states for position, states in stored.items() if position >= start - 1}
-            self._last_states[slot] = needed | {end - 1: node_states[-1]}
+    @property
+    def _width(self) -> int:
+        """The numbers of the states of all modules."""
+        return self.max_draft_tokens * self.description.width
 
-    def _run_nodes(self, batch: Batch, draft: Draft, first: int) -> torch.Tensor:
-        """Return the logits [B, M, Vd] of the nodes from `first` on."""
-        chain_parents = [list(range(-1, draft.size - 1))] * len(batch.seqs)
-        parents = chain_parents if draft.chain else draft.parent.tolist()
-        nodes = [(b, node) for b, width in enumerate(draft.width) for node in range(first, width)]
-        depths = [min(len(tree.path(parents[b], node)), self.max_draft_tokens - 1) for b, node in nodes]
-        node_depth = tree.upload(depths, self.device)
-        logits = torch.empty(0)
-        for b, node in nodes:
-            self._node_states[b][node] = self._zero_states.clone()
-        for index in range(min(depths), self.max_draft_tokens):
-            states = torch.stack([self._node_states[b][parents[b][node]][index - 1] for b, node in nodes])
-            out, layout = self._run_module(index, batch, draft, first, states)
-            for (b, node), state in zip(nodes, self.module.feed_back(out, index), strict=True):
-                self._node_states[b][node][index] = state
-            module_logits = self.module.logits(out, index)
-            if len(logits):
-                logits = torch.where((node_depth == index)[:, None], module_logits, logits)
-            else:
-                logits = module_logits
-        return layout.per_node(logits)
+    def _states_before(self, batch: Batch, b: int) -> torch.Tensor:
+        """Return the states [modules * H] after the token before a feed; zeros if there is none."""
+        stored = self._last_states.get(batch.seqs[b].slot, {}).get(batch.start[b] - 1) if batch.start[b] else None
+        return torch.zeros(self._width, dtype=self._dtype, device=self.device) if stored is None else stored
 
-    def _run_module(
-        self, index: int, batch: Batch, draft: Draft, first: int, states: torch.Tensor
-    ) -> tuple[torch.Tensor, Layout]:
-        """Run one module. Return the outputs [T, H] of all columns and their layout."""
-        kv_cache = self._kv_caches[index]
-        layout = kv_cache.stage(skip_tokens(batch, index + 1), draft, first)
-        if not len(states):
-            return states, layout
-        attention = cached_attention(CacheReader(kv_cache, layout))
-        return self.module(layout.tokens, states, layout.positions + index, attention, index), layout
+    def _store_states(self, states: torch.Tensor, batch: Batch, draft: Draft, first: int) -> None:
+        super()._store_states(states, batch, draft, first)
+        if first < 0:
+            self._store_last_states(batch, self._node_states[:, 0])
+
+    def _store_last_states(self, batch: Batch, states: torch.Tensor) -> None:
+        """Store the states [B, modules * H] after the last tokens of `batch`. Drop those that no later feed needs."""
+        for seq, start, end, own in zip(batch.seqs, batch.start, batch.ends, states, strict=True):
+            stored = self._last_states.get(seq.slot, {}) if start else {}
+            needed = {position: before for position, before in stored.items() if position >= start}
+            self._last_states[seq.slot] = {**needed, end: own}
+
+    def _outputs(
+        self, run: RunModule, states: torch.Tensor, begins: torch.Tensor | None, modules: range | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        given = states.view(len(states), self.max_draft_tokens, -1)
+        if modules is None:  # the target predicts from the state that module 0 would take after a draft token
+            modules = range(0 if begins is not None else 1, self.max_draft_tokens)
+        fed_back = torch.zeros_like(given)  # module 0 takes the target's states
+        outputs = torch.zeros_like(given)
+        before = given
+        for index in modules:
+            inputs = given[:, index]
+            if begins is not None and index:
+                inputs = before.roll(1, 0).index_copy(0, begins, inputs[begins])
+            out = run(inputs, index)
+            outputs[:, index] = self.module.normed(out, index)
+            before = self.module.feed_back(out, index)
+            if index + 1 < self.max_draft_tokens:
+                fed_back[:, index + 1] = before
+        return fed_back.flatten(1), outputs
+
+    def _node_logits(self, out: torch.Tensor, depth: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return float32 logits [*, Vd] of nodes for the normed outputs [*, modules, H] and depths [*]."""
+        module = depth().clamp(0, self.max_draft_tokens - 1)[..., None, None]
+        chosen = out.gather(-2, module.expand(*out.shape[:-2], 1, out.shape[-1]))[..., 0, :]
+        return HeadBase.logits(self.module, chosen)
 
 
-class _ModuleCaches(UnboundedCache):
-    """The KV caches of all modules as one cache. Its length is that of the first module."""
-
-    def __init__(self, caches: Sequence[StaticCache]) -> None:
-        self._caches = caches
-
-    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
-        return max(cache.admit(slot, tokens) for cache in self._caches)
-
-    def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
-        raise NotImplementedError("each module stages its own columns")
-
-    def commit(self, round: Round) -> None:
-        for index, cache in enumerate(self._caches):
-            cache.commit(replace(round, batch=skip_tokens(round.batch, index)))
-
-    def release(self, slot: int) -> None:
-        for cache in self._caches:
-            cache.release(slot)
-
-    def length(self, slot: int) -> int:
-        return self._caches[0].length(slot)
-
-    def bytes(self) -> int:
-        return sum(cache.bytes() for cache in self._caches)
+def _hide_first(count: int) -> MaskRule | None:
+    """Return the rule of layers that hide the first `count` entries of a sequence from all later tokens."""
+    if not count:
+        return None
+    return MaskRule(lambda _seq, _head, query, key: key >= query.clamp(max=count), 0)

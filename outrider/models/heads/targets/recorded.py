@@ -1,97 +1,106 @@
-"""A target that runs autoregressive draft heads on a GPU, a whole chain of draft tokens as one CUDA graph.
+"""Targets that run draft heads on a GPU, a whole chain of draft tokens as one CUDA graph.
 
-Linear layers and norms are those of the module. Attention and the KV cache are those of the Triton
-kernels, so one recording serves sequences of any length.
+`RecordedDrafts` is the part that all kinds of heads share. Linear layers and norms are those of the module. Attention
+and the KV cache are those of the Triton kernels, so one recording serves sequences of any length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from outrider.core.target import draft_by_scores
 from outrider.core.tree import empty
-from outrider.core.types import Batch, Draft, DraftChains, SharedWeights, StopRule
-from outrider.errors import UnsupportedModel
+from outrider.core.types import Batch, DraftChains, SharedWeights, StopRule
 from outrider.models.cache.device_pages import DevicePagedCache
+from outrider.models.heads.description import Body
 from outrider.models.heads.hidden_states import StateCache
-from outrider.models.heads.modules.autoregressive import AutoregressiveHead
-from outrider.models.heads.modules.layers import Attention
-from outrider.models.heads.targets.autoregressive import AutoregressiveTarget, skip_tokens
+from outrider.models.heads.targets.autoregressive import skip_tokens
+from outrider.models.heads.targets.base import HeadRunner
 from outrider.models.torch.cuda_recorder import Recorder
-from outrider.models.triton.decoder import attend_groups
-from outrider.models.triton.passes import MAX_COLUMNS, Bucket, Buffers, Rows
-from outrider.models.triton.ragged import feeds_long_prompt, ragged_pass
+from outrider.models.triton import decoder, layers
+from outrider.models.triton.passes import BlockTables, Bucket, Buffers, Rows
+from outrider.models.triton.ragged import feeds_long_prompt
 from outrider.models.triton.recordings import Recordings
 
 
-class _Scored(NamedTuple):
-    """The tensors that a pass of fixed shape returns."""
+class RecordedDrafts(HeadRunner):
+    """Drafts greedy chains with one recorded function, `_draft_chains`.
 
-    out: torch.Tensor  # [R * C, H]
-    logits: torch.Tensor  # [R * C, Vd] float32, by node
+    It starts from the tokens of `_columns`, and from the target's hidden states before fusion. Subclasses may record
+    other passes as well.
+    """
 
+    cache: StateCache
+    _pages: DevicePagedCache  # the KV cache, if the head has one
+    _more_entries = 0  # that a pass writes after those of a sequence
 
-class RecordedHead(AutoregressiveTarget):
-    """Runs an `AutoregressiveHead` with a paged KV cache. Passes of fixed shapes are recorded as graphs."""
-
-    def __init__(
-        self,
-        module: AutoregressiveHead,
-        tables: SharedWeights,
-        *,
-        slots: int,
-        context: int,
-        window: int | None = None,
-        record: Recorder | None = None,
-    ) -> None:
-        """Prepare as an `AutoregressiveTarget`. Without `record`, all passes run eagerly.
+    def __init__(self, module: Any, tables: SharedWeights, *, record: Recorder | None = None, **options: Any) -> None:
+        """Prepare as on torch, with these options. Without `record`, all passes run eagerly.
 
         Raises:
-            UnsupportedModel: the window is too small for the kernels.
+            UnsupportedModel: the kernels cannot run this head.
         """
-        if window is not None and window < MAX_COLUMNS:
-            raise UnsupportedModel(f"the Triton kernels need windows of at least {MAX_COLUMNS} tokens")
-        super().__init__(module, tables, slots=slots, context=context, window=window)
-        body = module.body
-        self._window = window or 0
-        self._memory = DevicePagedCache(
-            slots=slots,
-            capacity=context,
-            layers=body.layers,
+        super().__init__(module, tables, **options)
+        self.kernels = "triton"
+        together = self.description.parallel_draft_tokens  # a shorter draft takes as long
+        self._make_recordings = partial(
+            Recordings,
+            self._tables(),
+            make=self._function,
+            record=record,
+            states=self._input_memory,
+            fed=self._most_fed,
+            length=lambda steps: together or min(steps, self.max_draft_tokens),
+        )
+        self._reset()
+
+    def _tables(self) -> BlockTables:
+        """Make the KV cache, and return its block tables."""
+        body: Body = self.module.body
+        capacity = self.context + self._more_entries
+        self._pages = DevicePagedCache(
+            slots=self.slots,
+            capacity=capacity,
+            layers=body.layers * self.description.modules,
             heads=body.key_heads,
             dim=body.dim,
             dtype=self._dtype,
             device=self.device,
         )
-        self.cache = StateCache(self._memory, self._hidden_states, to_head_batch=skip_tokens, skipped_tokens=1)
-        self.kernels = "triton"
-        self._record = record
-        one = torch.ones(context + 1, 1, device=self.device)
+        self.cache.replace_inner(self._pages, more_entries=self._more_entries)
+        one = torch.ones(capacity + 1, 1, device=self.device)
         self._unrotated = (one, torch.zeros_like(one))  # the module rotates queries and keys
-        self._reset()
+        return self._pages
+
+    def _most_fed(self, steps: int) -> int:
+        """Return the most tokens of a sequence that are fed after a draft of `steps` tokens."""
+        return steps + 1
 
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
-        head_batch = skip_tokens(batch)
         steps = max(batch.draft_budget)
-        no_draft = empty(len(batch.seqs), self.device)
-        find = partial(
-            self.graphs.bucket, head_batch, no_draft, -1, steps=steps, vocab=vocab if vocab < self.vocab else 0
-        )
-        # The feed of a round is shorter where draft tokens were rejected. One recording serves all.
-        bucket = find(least=steps + 1) or find()
-        if bucket is None or feeds_long_prompt(head_batch, -1):
-            return draft_by_scores(self, batch, vocab, stop_rule)
-        self._memory.reserve(head_batch, [max(budget - 1, 0) for budget in batch.draft_budget])
-        buffers, run = self.graphs.find(bucket)
-        buffers.fill(head_batch, no_draft, -1, self._memory)
-        spans = zip(head_batch.seqs, head_batch.start, head_batch.ends, strict=True)
-        _fill(buffers, [self._hidden_states.parts(seq.slot, start, end) for seq, start, end in spans])
-        tokens: torch.Tensor = run()
+        bucket = self._bucket(batch, steps, vocab if vocab < self.vocab else 0)
+        if bucket is None:
+            return super().draft_greedy(batch, vocab, stop_rule)
+        tokens = self._keep(batch, self._run_pass(bucket, batch))
         return DraftChains(tokens=tokens[: len(batch.seqs), :steps].clone(), count=batch.draft_budget)
+
+    def _bucket(self, batch: Batch, steps: int, vocab: int = 0) -> Bucket | None:
+        """Return the bucket of a pass that drafts `steps` tokens; None: there is none."""
+        columns = self._columns(batch)
+        if steps > self.max_draft_tokens or feeds_long_prompt(columns, -1):
+            return None
+        return self.graphs.bucket(columns, empty(len(batch.seqs), self.device), -1, steps=steps, vocab=vocab)
+
+    def _run_pass(self, bucket: Bucket, batch: Batch) -> Any:
+        """Copy the inputs of a pass to the device, and run it. The next pass writes to the same memory."""
+        columns = self._columns(batch)
+        self._reserve(columns)
+        buffers, run = self.graphs.find(bucket)
+        self._fill(buffers, batch, columns)
+        return run()
 
     def refresh_shared(self, tables: SharedWeights) -> None:
         super().refresh_shared(tables)
@@ -101,92 +110,83 @@ class RecordedHead(AutoregressiveTarget):
         """Bytes of recorded passes, besides weights and cache."""
         return self.graphs.bytes()
 
-    def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self._memory.reserve(batch, draft.width)
-        bucket = None if feeds_long_prompt(batch, first) else self.graphs.bucket(batch, draft, first)
-        if bucket is None:
-            ragged = ragged_pass(batch, draft, first, self._memory)
-            in_order = torch.empty_like(states).index_copy_(0, ragged.place, states)
-            out = self._forward(ragged.tokens, in_order, ragged.positions(), ragged.groups)[ragged.place]
-            return out, ragged.per_node(self.module.logits(out[ragged.keep]))
-        buffers, run = self.graphs.find(bucket)
-        buffers.fill(batch, draft, first, self._memory)
-        skip = max(first, 0)
-        pairs = zip(batch.feed, draft.width, strict=True)
-        counts = [len(feed) * (first < 0) + max(width - skip, 0) for feed, width in pairs]
-        _fill(buffers, [[part] for part in torch.split(states, counts)])
-        scored: _Scored = run()
-        # The results are copied, because the next pass writes to the same memory.
-        rows = scored.out.view(bucket.rows, bucket.columns, -1)
-        out = torch.cat([rows[b, :count] for b, count in enumerate(counts)])
-        logits = scored.logits.view(bucket.rows, bucket.columns, -1)
-        return out, logits[: len(counts), : draft.size - skip + (first < 0)].clone()
+    def _columns(self, batch: Batch) -> Batch:
+        """Return the tokens that a pass runs over. The states at their positions are its input."""
+        return skip_tokens(batch)
 
-    def _function(self, buffers: Buffers) -> Callable[[], object]:
+    def _reserve(self, columns: Batch) -> None:
+        """Reserve memory for a pass that drafts, whose tokens are `columns`."""
+
+    def _more_states(self, batch: Batch) -> list[Sequence[torch.Tensor]]:
+        """Return further inputs of a pass, each with a tensor for every sequence."""
+        return []
+
+    def _draft_chains(self, buffers: Buffers) -> Any:
+        """Draft greedily and return the tokens [R, steps], or what `_keep` takes."""
+        raise NotImplementedError
+
+    def _score_fixed(self, buffers: Buffers) -> Any:
+        """Run a pass that chooses no tokens."""
+        raise NotImplementedError
+
+    def _keep(self, batch: Batch, result: Any) -> torch.Tensor:
+        """Return the tokens of a result of `_draft_chains`. Keep what the next round needs."""
+        return result  # type: ignore[no-any-return]
+
+    def _function(self, buffers: Buffers) -> Callable[[], Any]:
         """Return the function of a pass of fixed shape."""
         return partial(self._draft_chains if buffers.bucket.steps else self._score_fixed, buffers)
 
-    def _score_fixed(self, buffers: Buffers) -> _Scored:
-        assert buffers.states is not None
-        rows = buffers.layout()
-        out = self._forward(buffers.tokens(), buffers.states, rows.position, [rows])
-        return _Scored(out, self.module.logits(out[buffers.nodes.long()]))
+    def _fill(self, buffers: Buffers, batch: Batch, columns: Batch) -> None:
+        """Copy the inputs of a pass over `columns` to the device."""
+        buffers.fill(columns, empty(len(batch.seqs), self.device), -1, self.graphs.memory)
+        spans = zip(columns.seqs, columns.start, columns.ends, strict=True)
+        parts = [self._hidden_states.parts(seq.slot, start, end) for seq, start, end in spans]
+        fill_rows(buffers.states[0], buffers.bucket.rows, parts)
+        for to, values in zip(buffers.states[1:], self._more_states(batch), strict=True):
+            fill_rows(to, buffers.bucket.rows, [[value] for value in values])
 
-    def _draft_chains(self, buffers: Buffers) -> torch.Tensor:
-        """Draft greedily and return the tokens [R, steps]."""
-        assert buffers.states is not None
-        bucket = buffers.bucket
-        states = self.module.fuse_states(self._hidden_states.finish(buffers.states).to(self._dtype))
-        rows = buffers.layout()
-        out = self._forward(buffers.tokens(), states, rows.position, [rows])[buffers.last()]
-        tokens = [self._choose(out, bucket.vocab)]
-        for step in range(1, bucket.steps):
-            rows = buffers.step(step)
-            out = self._forward(tokens[-1], self.module.feed_back(out), rows.position, [rows])
-            tokens.append(self._choose(out, bucket.vocab))
-        return torch.stack(tokens, 1)
+    def _fused(self, buffers: Buffers) -> torch.Tensor:
+        """Return the fused states [T, H] of a pass."""
+        states = self._hidden_states.finish(buffers.states[0]).to(self._dtype)
+        return self.module.fuse_states(states)  # type: ignore[no-any-return]
 
-    def _choose(self, out: torch.Tensor, vocab: int) -> torch.Tensor:
-        """Return the likeliest target ids [R] below `vocab`, or of all if it is 0, for outputs [R, H]."""
-        logits = self.module.logits(out)
+    def _input_memory(self, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+        """Return memory for the states of a pass: those of the target before fusion."""
+        shape = (len(self.description.aux_states.layers), self.description.target_hidden)
+        return (self._zeros(bucket.rows * bucket.columns, *shape),)
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=self._dtype, device=self.device)
+
+    def _choose(self, logits: torch.Tensor, vocab: int) -> torch.Tensor:
+        """Return the likeliest target ids [*] below `vocab`, or of all if it is 0, for logits [*, Vd]."""
         if vocab:
             logits = logits.masked_fill(self.module.ids >= vocab, -torch.inf)
-        return self.module.ids[logits.argmax(-1)]
+        return self.module.ids[logits.argmax(-1)]  # type: ignore[no-any-return]
 
-    def _forward(
-        self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, groups: Sequence[Rows]
-    ) -> torch.Tensor:
-        """Return the outputs [T, H] of the module."""
-        pages = self._memory.pages
+    def _attend(self, layer: int, qkv: Sequence[torch.Tensor], groups: Sequence[Rows], window: int) -> torch.Tensor:
+        """Write keys and values [key heads, T, D] of a layer. Return the attention output [heads, T, D]."""
+        flat = torch.cat(tuple(qkv)).transpose(0, 1).flatten(1)
+        dim = qkv[0].shape[-1]
+        pages = self._pages.pages[:, layer]
+        out = decoder.attend_groups(flat, groups, pages, self._unrotated, scale=dim**-0.5, window=window)
+        return out.view(len(flat), -1, dim).transpose(0, 1)
 
-        def attend(module: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            qkv = torch.cat([query, key, value]).transpose(0, 1).flatten(1)
-            attended = attend_groups(
-                qkv, groups, pages[:, module.layer_idx], self._unrotated, scale=module.dim**-0.5, window=self._window
-            )
-            return attended.view(len(qkv), -1, module.dim).transpose(0, 1)
-
-        return self.module(tokens, states, positions, attend)  # type: ignore[no-any-return]
-
-    def _states(self, bucket: Bucket) -> torch.Tensor:
-        """Return memory for the states of a pass: those of the target before fusion, or those that the module takes."""
-        description = self.description
-        shape: tuple[int, ...] = (self.module.body.hidden,)
-        if bucket.steps:
-            shape = (len(description.aux_states.layers), description.target_hidden)
-        return torch.zeros(bucket.rows * bucket.columns, *shape, dtype=self._dtype, device=self.device)
+    def _write(self, layer: int, rows: Rows, pair: Sequence[torch.Tensor]) -> None:
+        """Write keys and values [key heads, T, D] of a layer."""
+        flat = torch.cat(tuple(pair)).transpose(0, 1).flatten(1)
+        pages = self._pages.pages[:, layer]
+        layers.rotate_and_write(flat, *self._unrotated, rows.position, rows.entry, rows.table, pages)
 
     def _reset(self) -> None:
         """Drop the recorded passes."""
-        self.graphs = Recordings(self._memory, make=self._function, record=self._record, states=self._states)
+        self.graphs: Recordings = self._make_recordings()
 
 
-def _fill(buffers: Buffers, parts: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Copy the states of each sequence to its row, in one call."""
-    to = buffers.states
-    assert to is not None
-    rows, columns = buffers.bucket.rows, buffers.bucket.columns
-    filler = to.new_zeros(columns, *to.shape[1:])
+def fill_rows(to: torch.Tensor, rows: int, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Copy the values of each sequence to its row of `to` [rows * columns, *], in one call. Zeros follow them."""
+    filler = to.new_zeros(len(to) // rows, *to.shape[1:])
     pieces: list[torch.Tensor] = []
     for own in parts:
         pieces += own

@@ -7,7 +7,7 @@ import torch
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Scores, SharedWeights
 from outrider.models.heads.modules.block import BlockHead
-from outrider.models.heads.targets.base import at_depth
+from outrider.models.heads.targets.base import at_depth, node_depths
 from outrider.models.heads.targets.block import BlockTarget
 
 
@@ -26,11 +26,14 @@ class RecurrentBlockTarget(BlockTarget):
         recurrence = self.module.recurrence
         if first < 0:
             self._run_blocks(batch)
-            self._states = recurrence.advance(self.module.embed(self._last_tokens))
         self._advance(draft, max(first, 0))
-        depth = torch.cat([torch.zeros_like(self._last_tokens), tree.depths(draft)], 1)[:, 1 + first :]
+        depth = node_depths(draft, first)
         corrections = recurrence.corrections(at_depth(self._out, depth), self._states[:, 1 + first :], depth)
         return self._scores(at_depth(self._logits, depth) + corrections)
+
+    def _begin(self, last: torch.Tensor, columns: torch.Tensor) -> None:
+        super()._begin(last, columns)
+        self._states = self.module.recurrence.advance(self.module.embed(self._last_tokens))
 
     def _advance(self, draft: Draft, first: int) -> None:
         """Compute the states after the nodes from `first` on."""

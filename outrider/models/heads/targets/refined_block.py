@@ -32,7 +32,7 @@ class RefinedBlockTarget(BlockTarget):
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         if first < 0:
-            self._start(batch)
+            self._run_blocks(batch)
         refiner = self.module.refiner
         known = self._known.shape[1]
         # The columns of known tokens come first, as a chain. The last one predicts the first draft token.
@@ -49,7 +49,7 @@ class RefinedBlockTarget(BlockTarget):
         return self._scores(self._all_logits(values, rows))
 
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
-        self._start(batch)
+        self._run_blocks(batch)
         logits = self._scores(self._all_logits(self._resolve(), self._rows)).logits[..., :vocab]
         tokens = logits.argmax(-1)
         builder = ChainBuilder(batch.draft_budget, stop_rule if tree.is_cpu(self.device) else None)
@@ -65,14 +65,17 @@ class RefinedBlockTarget(BlockTarget):
             accept_prob=builder.accept_probs,
         )
 
-    def _start(self, batch: Batch) -> None:
-        """Run one block after each sequence, and compute what later calls in this round need."""
-        block = self.module.block
-        self._features = self.module.refiner.features(self._run_blocks(batch))
-        self._known = self._last_tokens
-        if block.first_column:
-            before = [_token_before_last(batch, b) for b in range(len(batch.seqs))]
-            self._known = torch.cat([tree.upload(before, self.device)[:, None], self._last_tokens], 1)
+    def _upload_last(self, batch: Batch) -> torch.Tensor:
+        last = super()._upload_last(batch)
+        if not self.module.block.first_column:
+            return last
+        before = [_token_before_last(batch, b) for b in range(len(batch.seqs))]
+        return torch.cat([tree.upload(before, self.device)[:, None], last], 1)
+
+    def _begin(self, last: torch.Tensor, columns: torch.Tensor) -> None:
+        super()._begin(last, columns)
+        self._features = self.module.refiner.features(columns)
+        self._known = last
         self._rows, self._values = None, self._logits
         if 0 < self._refiner.candidates < self._logits.shape[-1]:
             self._values, self._rows = self._logits.topk(self._refiner.candidates)

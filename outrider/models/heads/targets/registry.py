@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.core.config import FULL_BITS
 from outrider.core.types import SharedWeights
@@ -65,48 +65,65 @@ def make_head_target(
         raise UnsupportedModel("the native kernels run only autoregressive heads of one module")
     if quantized and not _fits_kernels(tables):
         raise UnsupportedModel("the native kernels need a CPU, and a target in bfloat16 or float32")
-    if not is_autoregressive(module):
-        other_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{_other_kind(module)}")
-        return other_class(module, tables, slots=slots, context=context)
-    file, name = "autoregressive", "AutoregressiveTarget"
-    if module.description.masks is not None:
-        file, name = "masked", "MaskedTarget"
-    elif not quantized and _asks_for_triton(kernels, tables.embedding.device):
+    options: dict[str, Any] = {"slots": slots, "context": context}
+    if is_autoregressive(module):
+        options["window"] = window
+    if not quantized and _asks_for_triton(kernels, tables.embedding.device):
         try:
-            return _recorded(module, tables, slots=slots, context=context, window=window)
+            return _recorded(module, tables, **options)
         except UnsupportedModel as reason:
             _log.log(
                 logging.WARNING if kernels == "triton" else logging.INFO, "the draft head runs on torch: %s", reason
             )
+    if not is_autoregressive(module):
+        other_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{_other_kind(module)}")
+        return other_class(module, tables, **options)
+    file, name = "autoregressive", "AutoregressiveTarget"
+    if module.description.masks is not None:
+        file, name = "masked", "MaskedTarget"
     on_native = tables.packed is not None
     if on_native or (kernels != "torch" and _fits_kernels(tables)):
         native_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{file}:Native{name}")
         try:
-            return native_class(module, tables, slots=slots, context=context, window=window, bits=bits)
+            return native_class(module, tables, **options, bits=bits)
         except UnsupportedModel as reason:
             if quantized:
                 raise
             _log.log(logging.WARNING if on_native else logging.INFO, "the draft head runs on torch: %s", reason)
     torch_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{file}:{name}")
-    return torch_class(module, tables, slots=slots, context=context, window=window)
+    return torch_class(module, tables, **options)
 
 
 def _asks_for_triton(kernels: str, device: torch.device) -> bool:
     return kernels == "triton" or (kernels == "auto" and device.type == "cuda")
 
 
-def _recorded(module: HeadModule, tables: SharedWeights, *, slots: int, context: int, window: int | None) -> HeadTarget:
+def _recorded(module: HeadModule, tables: SharedWeights, **options: Any) -> HeadTarget:
     """Return a target on the Triton kernels."""
-    from outrider.models.heads.modules.autoregressive import AutoregressiveHead
-    from outrider.models.heads.targets.recorded import RecordedHead
     from outrider.models.torch.cuda_recorder import CudaRecorder
     from outrider.models.triton.support import check_device
 
-    assert isinstance(module, AutoregressiveHead)
+    if isinstance(module, KVSharingHead):
+        raise UnsupportedModel("it reads the keys and values of its target")
     device = tables.embedding.device
     check_device(device)
     record = CudaRecorder(device) if device.type == "cuda" else None
-    return RecordedHead(module, tables, slots=slots, context=context, window=window, record=record)
+    recorded_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{_recorded_kind(module)}")
+    return recorded_class(module, tables, record=record, **options)
+
+
+def _recorded_kind(module: HeadModule) -> str:
+    """Return the module and the class of the target of a head on the Triton kernels."""
+    if isinstance(module, BlockHead):
+        if module.block.recurrence:
+            return "recorded_blocks:RecordedRecurrentBlocks"
+        return "recorded_blocks:RecordedRefinedBlocks" if module.block.refiner else "recorded_blocks:RecordedBlocks"
+    if isinstance(module, ParallelHead):
+        return "recorded_parallel:RecordedParallel"
+    if module.description.masks is not None:
+        return "recorded_autoregressive:RecordedMasked"
+    several = module.description.modules > 1
+    return "recorded_autoregressive:" + ("RecordedModules" if several else "RecordedHead")
 
 
 def _other_kind(module: HeadModule) -> str:

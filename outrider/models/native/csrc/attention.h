@@ -3,7 +3,8 @@
 // The entries of a slot are stored in blocks. A block table lists the blocks in the order of the sequence. A column
 // attends to the first `prefix` entries of its slot and then to the entries in its tail. The kernel processes the
 // entries in this order, one block length at a time. A draft token in a tree therefore has bit for bit the same sums as
-// the same token in a chain or in the committed text, wherever its blocks are.
+// the same token in a chain or in the committed text, wherever its blocks are. Each section of some blocks has sums of its
+// own, which are then added in order. So threads can share the sections of a long text, and their number changes no bit.
 //
 // Within a block, keys and values are stored in the order of the multiplications. Keys are grouped by sixteen entries,
 // one entry per lane: [kBlock / 16][dim / kPerWord][16] words. The scores of sixteen entries are then in one vector.
@@ -32,6 +33,7 @@ constexpr int kMaxTileRows = 48;
 constexpr int kMaxHeadDim = 256;  // MAX_HEAD_DIM in abi.py
 constexpr int kBlock = 64;  // entries of a block, as in models/cache/paged.py
 constexpr int kGroups = kBlock / kLanes;
+constexpr int kSection = 8 * kBlock;  // entries of a section
 // Whether keys and values are integers.
 template <class Element>
 constexpr bool kIntegers = std::is_same_v<Element, int8_t>;
@@ -163,17 +165,34 @@ struct Block {
   const Element *keys, *values, *next_values, *next_keys;
 };
 
+// The sums of some entries, for the rows of a tile: [rows][row_size]. A row has its weighted values, [dim], the sums of
+// weights, [kLanes], and the largest score.
+struct Sums {
+  float* first;
+  int dim;
+
+  static constexpr int row_size(int dim) { return dim + 2 * kLanes; }
+  float* values(int row) const { return first + size_t(row) * row_size(dim); }
+  float* mass(int row) const { return values(row) + dim; }
+  float& max(int row) const { return mass(row)[kLanes]; }
+
+  void clear(int rows) const {
+    std::fill(first, first + size_t(rows) * row_size(dim), 0.0f);
+    for (int r = 0; r < rows; r++) max(r) = -INFINITY;
+  }
+};
+
 // Buffers of one thread.
 template <class Element>
 struct Scratch {
-  std::vector<float> sums;                           // [rows][dim] weighted values
+  Sums sums;                                         // of the section that the thread attends to
+  std::vector<float> section, all;                      // [kMaxTileRows][row_size] sums of a section, and of all sections
   std::vector<Element> keys, values;                 // a block of gathered entries, as in the cache
   std::vector<Factor<Element>> queries;              // [rows][dim]
   std::vector<QueryRow<Element>> in_place, gathered;  // rows that read a block of the cache; rows with gathered entries
-  float max[kMaxTileRows];                           // largest score of each row
-  float mass[kMaxTileRows * kLanes];                 // sum of weights of each row
   explicit Scratch(int dim)
-      : sums(kMaxTileRows * dim),
+      : section(kMaxTileRows * Sums::row_size(dim)),
+        all(section),
         keys(part_size<Element>(dim)),
         values(part_size<Element>(dim)),
         queries(kMaxTileRows * dim) {}
@@ -291,42 +310,47 @@ template <int R, int Width, class Element>
 inline void add_values(const QueryRow<Element>* rows, const Weights<R, Element>& weights, const Block<Element>& block,
                        int count, int d, int dim, Scratch<Element>& s) {
   constexpr int each = kPerWord<Element>, parts = kParts<Element>;
+  constexpr int step = R > kRowsAtOnce / 2 ? 1 : 2;         // words at a time; more registers would be needed for two
+  constexpr int read = Width * kRegLanes * each;            // elements that a word reads
   SumReg<Element> total[R][Width] = {};
-  const auto sums = [&](int i, int v) { return &s.sums[rows[i].row * dim + d + v * kRegLanes]; };
   if constexpr (!kIntegers<Element>)
     for (int i = 0; i < R; i++)
-      for (int v = 0; v < Width; v++) total[i][v] = load_reg(sums(i, v)) * weights.rescale[i];
-  const auto add = [&](int j, int num_parts, int32_t mask) {
+      for (int v = 0; v < Width; v++)
+        total[i][v] = load_reg(s.sums.values(rows[i].row) + d + v * kRegLanes) * weights.rescale[i];
+  const auto add = [&](int word, int num_parts, int32_t mask) {
     for (int part = 0; part < num_parts; part++) {
       IntReg value[Width];
       for (int v = 0; v < Width; v++)
-        value[v] = load_words(block.values + j * dim + (d + v * kRegLanes) * each, part) & mask;
+        value[v] = load_words(block.values + (word * dim + d + v * kRegLanes) * each, part) & mask;
       for (int i = 0; i < R; i++) {
-        const IntReg weight = broadcast_word(weights.weight[i], j / each * parts + part);
+        const IntReg weight = broadcast_word(weights.weight[i], word * parts + part);
         for (int v = 0; v < Width; v++) total[i][v] = dot_words<Factor<Element>>(total[i][v], value[v], weight);
       }
     }
   };
-  int j = 0;
-  for (; j + each <= count; j += each) {
-    for (int v = 0; block.next_keys && v < Width; v++) prefetch(block.next_keys + j * dim + (d + v * kRegLanes) * each);
-    add(j, parts, -1);
+  int word = 0;
+  for (; word + step <= count / each; word += step) {
+    for (int a = 0; block.next_keys && a < step * read; a += 64 / sizeof(Element))
+      prefetch(block.next_keys + d * kBlock + word * read + a);
+    for (int i = 0; i < step; i++) add(word + i, parts, -1);
   }
+  if (word < count / each) add(word++, parts, -1);
   // The second element of the last word may be unused memory, and NaN.
-  if (j < count) add(j, 1, parts == 1 ? 0xffff : -1);
-  for (int i = 0; i < R; i++)
-    for (int v = 0; v < Width; v++)
+  if (word * each < count) add(word, 1, parts == 1 ? 0xffff : -1);
+  for (int i = 0; i < R; i++) {
+    float* sums = s.sums.values(rows[i].row) + d;
+    const float scale = weights.scale[i], rescale = weights.rescale[i];
+    for (int v = 0; v < Width; v++, sums += kRegLanes)
       if constexpr (kIntegers<Element>)
-        store(sums(i, v), load_reg(sums(i, v)) * weights.rescale[i] +
-                              __builtin_convertvector(total[i][v], FloatReg) * weights.scale[i]);
+        store(sums, load_reg(sums) * rescale + __builtin_convertvector(total[i][v], FloatReg) * scale);
       else
-        store(sums(i, v), total[i][v]);
+        store(sums, total[i][v]);
+  }
 }
 
-// Online softmax (Milakov and Gimelshein 2018, algorithm 3) computes the weights of a block for one row in two steps. The
-// first one turns the products of whole groups into scores, and updates the largest score of the row. Scores of the
-// entries low .. count - 1 are used; others are -inf. Return the factor of the sums so far.
-inline float update_max(const Heads& heads, int low, int count, float* scores, float& max) {
+// Turn the products of whole groups into scores. Scores of the entries low .. count - 1 are used; others are -inf. Return the
+// largest one.
+inline float finish_scores(const Heads& heads, int low, int count, float* scores) {
   const int size = (count + kLanes - 1) / kLanes * kLanes;
   const FloatReg masked = FloatReg{} - INFINITY;
   FloatReg most = masked;
@@ -339,16 +363,41 @@ inline float update_max(const Heads& heads, int low, int count, float* scores, f
     store(scores + j, score);
     most = maximum(most, score);
   }
-  const float old_max = max;
-  const float new_max = reduce(most, [](auto a, auto b) { return maximum(a, b); });
-  max = new_max > old_max ? new_max : old_max;
-  return old_max == max ? 1.0f : exponential(FloatReg{} + (old_max - max))[0];
+  return reduce(most, [](auto a, auto b) { return maximum(a, b); });
 }
 
-// The second step writes the weights of `count` entries, rounded to the type of the values. `mass` sums the rounded weights.
-// A score of -inf gets weight 0, exactly.
-template <class Element>
-inline void write_weights(int count, const float* scores, float max, float rescale, float* mass, Element* weight) {
+// The largest scores of some rows.
+template <int N>
+struct Maxima {
+  float max[N];
+  float rescale[N];  // the factors of the sums so far
+  float weight[N];   // the largest weights of the block
+};
+
+// Online softmax (Milakov and Gimelshein 2018, algorithm 3) computes the weights of a block in two steps. The first one
+// updates the largest score of each row with that of the block.
+template <int N>
+inline Maxima<N> update_max(const float (&max)[N], const float (&block_max)[N]) {
+  Maxima<N> out;
+  FloatReg change[N / kRegLanes], factor[N / kRegLanes];
+  for (int r = 0; r < N / kRegLanes; r++) {
+    change[r] = load_reg(block_max + r * kRegLanes) - load_reg(max + r * kRegLanes);
+    factor[r] = change[r] > 0 ? -change[r] : change[r];
+  }
+  exponentials(factor);
+  for (int r = 0; r < N / kRegLanes; r++) {
+    const FloatReg one = FloatReg{} + 1;
+    store(out.max + r * kRegLanes, maximum(load_reg(block_max + r * kRegLanes), load_reg(max + r * kRegLanes)));
+    store(out.rescale + r * kRegLanes, change[r] > 0 ? factor[r] : one);
+    store(out.weight + r * kRegLanes, change[r] > 0 ? one : factor[r]);
+  }
+  return out;
+}
+
+// The second step turns the scores of `count` entries into weights. `keep` rounds those in a register to the type of the
+// values, and returns what `mass` sums. A score of -inf gets weight 0, exactly.
+template <class Keep>
+inline void write_weights(int count, const float* scores, float max, float rescale, float* mass, Keep keep) {
   const int size = (count + kLanes - 1) / kLanes * kLanes;
   constexpr int regs = kLanes / kRegLanes;
   FloatReg sum[regs];
@@ -357,7 +406,7 @@ inline void write_weights(int count, const float* scores, float max, float resca
     FloatReg x[groups * regs];
     for (int r = 0; r < groups * regs; r++) x[r] = load_reg(scores + begin + r * kRegLanes) - max;
     exponentials(x);
-    for (int r = 0; r < groups * regs; r++) sum[r % regs] += store_rounded(weight + begin + r * kRegLanes, x[r]);
+    for (int r = 0; r < groups * regs; r++) sum[r % regs] += keep(begin + r * kRegLanes, x[r]);
   };
   int j = 0;
   for (; j + 2 * kLanes <= size; j += 2 * kLanes) write(j, std::integral_constant<int, 2>());
@@ -365,14 +414,12 @@ inline void write_weights(int count, const float* scores, float max, float resca
   for (int r = 0; r < regs; r++) store(mass + r * kRegLanes, sum[r]);
 }
 
-// Multiply the weights of `count` entries with the scales of their values, and round them to integers. Return the scale
-// of the integers. An unused entry has weight 0, and its scale may be NaN.
-inline float scale_weights(float* weight, const float* scales, int count, int16_t* out) {
-  for (int j = 0; j < count; j += kRegLanes) {
-    const FloatReg each = load_reg(weight + j);
-    store(weight + j, each != 0 ? each * load_reg(scales + j) : each);
-  }
-  return to_integers(weight, count, out);
+// Return the largest of the scales of `count` entries, or NaN.
+inline float largest_scale(const float* scales, int count) {
+  FloatReg most = {};
+  for (int j = 0; j < count; j += kRegLanes)
+    most = maximum_or_nan(most, reg_lanes() + j < count ? load_reg(scales + j) : FloatReg{});
+  return reduce(most, [](auto a, auto b) { return maximum_or_nan(a, b); });
 }
 
 // Update R rows with one block.
@@ -386,22 +433,41 @@ inline void attend_block(const QueryRow<Element>* rows, const Heads& heads, cons
   float scores[R][kBlock];
   compute_scores<R>(rows, block, groups, dim, scores);
   Weights<R, Element> weights;
-  for (int i = 0; i < R; i++)
-    weights.rescale[i] = update_max(heads, rows[i].low, rows[i].count, scores[i], s.max[rows[i].row]);
+  float max[kLanes] = {}, block_max[kLanes] = {};
+  for (int i = 0; i < R; i++) {
+    max[i] = s.sums.max(rows[i].row);
+    block_max[i] = finish_scores(heads, rows[i].low, rows[i].count, scores[i]);
+  }
+  const auto maxima = update_max(max, block_max);
+  float value_scale = 0;
   for (int i = 0; i < R; i++) {
     const int row = rows[i].row;
-    const auto write = [&](auto* weight) {
-      write_weights(rows[i].count, scores[i], s.max[row], weights.rescale[i], &s.mass[row * kLanes], weight);
+    s.sums.max(row) = maxima.max[i];
+    weights.rescale[i] = maxima.rescale[i];
+    Factor<Element>* weight = weights.weight[i];
+    const auto write = [&](auto keep) {
+      write_weights(rows[i].count, scores[i], maxima.max[i], weights.rescale[i], s.sums.mass(row), keep);
     };
     if constexpr (kIntegers<Element>) {
-      write(scores[i]);
-      const int size = (rows[i].count + kLanes - 1) / kLanes * kLanes;
-      weights.scale[i] = scale_weights(scores[i], scales_of(block.values, dim), size, weights.weight[i]);
+      // The largest product of a weight and a scale is not larger than the product of the largest ones.
+      const float* scales = scales_of(block.values, dim);
+      if (!i || rows[i].count != rows[i - 1].count) value_scale = largest_scale(scales, rows[i].count);
+      constexpr float most = std::numeric_limits<int16_t>::max();
+      const float size = value_scale * maxima.weight[i];
+      const float inverse = size > 1e-30f ? most / size : 0;
+      weights.scale[i] = size * (1 / most);
+      write([&](int j, FloatReg x) {
+        typedef int16_t Shorts __attribute__((vector_size(2 * kRegLanes)));
+        // An unused entry has weight 0, and its scale may be NaN.
+        const FloatReg scaled = x != 0 ? x * (load_reg(scales + j) * inverse) : x;
+        store(weight + j, __builtin_convertvector(to_nearest(scaled), Shorts));
+        return x;
+      });
     } else {
-      write(weights.weight[i]);
+      write([&](int j, FloatReg x) { return store_rounded(weight + j, x); });
     }
   }
-  constexpr int width = R > kRowsAtOnce / 2 ? kRegs : 2 * kRegs;
+  constexpr int width = R > (kIntegers<Element> ? 2 : 3) ? kRegs : 2 * kRegs;
   int d = 0;
   for (; d + width * kRegLanes <= dim; d += width * kRegLanes)
     add_values<R, width>(rows, weights, block, count, d, dim, s);
@@ -446,17 +512,25 @@ inline void attend_whole_block(MatrixUnits& units, int first, int end, const Hea
       multiply_block<false>(keys + g * dim * kLanes, keys + (g + 1) * dim * kLanes, 4 * kLanes,
                             &s.queries[size_t(r) * dim], row_bytes, rows, dim / 2, &scores[0][g * kLanes],
                             sizeof scores[0]);
+    float max[kMatrixBlock] = {}, block_max[kMatrixBlock] = {};
+    for (int i = 0; i < rows; i++) {
+      max[i] = s.sums.max(r + i);
+      block_max[i] = finish_scores(heads, 0, kBlock, scores[i]);
+    }
+    const auto maxima = update_max(max, block_max);
     for (int i = 0; i < rows; i++) {
       for (const int ahead = lines * (r - first + i + 1) / (end - first); prefetched < ahead; prefetched++)
         prefetch(reinterpret_cast<const char*>(next) + 64 * prefetched);
-      const float rescale = update_max(heads, 0, kBlock, scores[i], s.max[r + i]);
-      write_weights(kBlock, scores[i], s.max[r + i], rescale, &s.mass[(r + i) * kLanes], weight[i]);
-      float* sums = &s.sums[size_t(r + i) * dim];
+      s.sums.max(r + i) = maxima.max[i];
+      const float rescale = maxima.rescale[i];
+      write_weights(kBlock, scores[i], maxima.max[i], rescale, s.sums.mass(r + i),
+                    [&](int j, FloatReg x) { return store_rounded(&weight[i][j], x); });
+      float* sums = s.sums.values(r + i);
       for (int d = 0; rescale != 1.0f && d < dim; d += kLanes) store(sums + d, load(sums + d) * rescale);
     }
     for (int d = 0; d < dim; d += 2 * kLanes)
       multiply_block<true>(values + 2 * d, values + 2 * (d + kLanes), 2 * row_bytes, weight, sizeof weight[0], rows,
-                           kBlock / 2, &s.sums[size_t(r) * dim + d], 4 * size_t(dim));
+                           kBlock / 2, s.sums.values(r) + d, sizeof(float) * Sums::row_size(dim));
   }
 }
 
@@ -465,17 +539,32 @@ template <class Element>
 inline void attend_whole_block(MatrixUnits&, int, int, const Heads&, const Element*, const Element*, const Element*,
                                Scratch<Element>&) {}
 
-// Write the attention outputs of a tile for the query heads that share key head `head`. `out` is
-// [columns][query heads * dim].
+// The first entry that a tile attends to, and the one after the last.
+struct Reach {
+  int begin, end;
+
+  int sections() const { return parts(end, kSection) - begin / kSection; }
+};
+
+inline Reach reach_of(const Columns& columns, const Tile& tile, const Heads& heads) {
+  Reach out{INT32_MAX, 0};
+  for (int c = tile.first; c < tile.last; c++) {
+    out.begin = std::min(out.begin, heads.window ? std::max(0, columns.position[c] + 1 - heads.window) : 0);
+    out.end = std::max(out.end, columns.prefix[c] + columns.tail_begin[c + 1] - columns.tail_begin[c]);
+  }
+  return out;
+}
+
+// Write the sums of section number `section` of a tile, from its first one on, for the query heads that share key head `head`.
+// There are none if the tile has fewer sections.
 template <class Element>
-inline void attend(const Columns& columns, const Tile& tile, int head, const Heads& heads,
-                   const Entries<Element>& entries, const Queries<Element>& queries, float* out, Scratch<Element>& s) {
+inline void attend_section(const Columns& columns, const Tile& tile, int head, const Heads& heads, int section,
+                        const Entries<Element>& entries, const Queries<Element>& queries, float* sums,
+                        Scratch<Element>& s) {
   const int sharing = heads.query / heads.key;
-  const int width = heads.query * heads.dim;
   const int rows = (tile.last - tile.first) * sharing;
-  std::fill(s.max, s.max + rows, -INFINITY);
-  std::fill(s.mass, s.mass + rows * kLanes, 0.0f);
-  std::fill(s.sums.begin(), s.sums.begin() + size_t(rows) * heads.dim, 0.0f);
+  s.sums = {sums, heads.dim};
+  s.sums.clear(rows);
   const auto first_query = [&](int c) { return size_t(c) * heads.query + size_t(head) * sharing; };
   const bool uses_matrix = uses_matrix_units<Element>(heads.dim);
   constexpr const Element* no_block = nullptr;
@@ -485,10 +574,10 @@ inline void attend(const Columns& columns, const Tile& tile, int head, const Hea
     for (int c = tile.first; c < tile.last; c++)
       std::memcpy(&s.queries[size_t(c - tile.first) * sharing * heads.dim],
                   queries.query + first_query(c) * heads.dim, sizeof(Factor<Element>) * sharing * heads.dim);
-  int end = 0;
-  for (int c = tile.first; c < tile.last; c++)
-    end = std::max(end, columns.prefix[c] + columns.tail_begin[c + 1] - columns.tail_begin[c]);
-  for (int begin = 0; begin < end; begin += kBlock) {
+  const Reach reach = reach_of(columns, tile, heads);
+  const int end = reach.end;
+  const int first = (reach.begin / kSection + section) * kSection;
+  for (int begin = first; begin < std::min(end, first + kSection); begin += kBlock) {
     int whole_begin = 0;  // rows for which this block of the cache is whole
     int whole_end = 0;
     const Element* next_keys = begin + kBlock < end ? entries.keys(begin + kBlock, head) : no_block;
@@ -532,11 +621,45 @@ inline void attend(const Columns& columns, const Tile& tile, int head, const Hea
     const Element* values = entries.values(begin, head);
     attend_rows(s.in_place, heads, {keys, values, values, next_keys}, s, any_number);
   }
+}
+
+// Add the sums of the next section to `all`.
+inline void add_section(const Sums& section, int rows, const Sums& all) {
   for (int r = 0; r < rows; r++) {
-    float* to = out + size_t(tile.first + r / sharing) * width + size_t(head * sharing + r % sharing) * heads.dim;
-    const float mass = sum(load(&s.mass[r * kLanes]));
-    for (int d = 0; d < heads.dim; d += kLanes) store(to + d, load(&s.sums[size_t(r) * heads.dim + d]) / mass);
+    if (sum(load(section.mass(r))) == 0) continue;  // without entries
+    const float max[kLanes] = {all.max(r)}, section_max[kLanes] = {section.max(r)};
+    const auto maxima = update_max(max, section_max);
+    const float rescale = maxima.rescale[0], weight = maxima.weight[0];
+    for (int i = 0; i < all.dim + kLanes; i += kRegLanes)
+      store(all.values(r) + i, load_reg(all.values(r) + i) * rescale + load_reg(section.values(r) + i) * weight);
+    all.max(r) = maxima.max[0];
   }
+}
+
+// Write the attention outputs of a tile for the query heads that share key head `head`. `out` is
+// [columns][query heads * dim].
+inline void write_outputs(const Sums& all, const Tile& tile, int head, const Heads& heads, float* out) {
+  const int sharing = heads.query / heads.key;
+  const int width = heads.query * heads.dim;
+  for (int r = 0; r < (tile.last - tile.first) * sharing; r++) {
+    float* to = out + size_t(tile.first + r / sharing) * width + size_t(head * sharing + r % sharing) * heads.dim;
+    const float mass = sum(load(all.mass(r)));
+    for (int d = 0; d < heads.dim; d += kLanes) store(to + d, load(all.values(r) + d) / mass);
+  }
+}
+
+// Attend to all sections, and write the outputs.
+template <class Element>
+inline void attend(const Columns& columns, const Tile& tile, int head, const Heads& heads,
+                   const Entries<Element>& entries, const Queries<Element>& queries, float* out, Scratch<Element>& s) {
+  const int rows = (tile.last - tile.first) * (heads.query / heads.key);
+  const Sums all{s.all.data(), heads.dim};
+  all.clear(rows);
+  for (int section = 0; section < reach_of(columns, tile, heads).sections(); section++) {
+    attend_section(columns, tile, head, heads, section, entries, queries, s.section.data(), s);
+    add_section(s.sums, rows, all);
+  }
+  write_outputs(all, tile, head, heads, out);
 }
 
 }  // namespace outrider

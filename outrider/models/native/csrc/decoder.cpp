@@ -384,11 +384,26 @@ class Decoder {
     team.share(pass.num_columns * all_heads, [&](int i) { store_head(pass, number, i / all_heads, i % all_heads); });
     const Columns columns{pass.position, pass.prefix, pass.tail_begin, pass.tail};
     const Heads of_layer = heads(layer.window);
-    team.share_interleaved(int(tiles_.size()) * model_.key_heads, [&](int i) {
-      const Tile& tile = tiles_[i / model_.key_heads];
-      attention_->attend(columns, tile, pass.slot[tile.first], number, i % model_.key_heads, of_layer, wide_.data(),
-                         team.thread);
-    });
+    const int size = int(tiles_.size()) * model_.key_heads;
+    const auto tile = [&](int i) -> const Tile& { return tiles_[i / model_.key_heads]; };
+    const auto slot = [&](int i) { return pass.slot[tile(i).first]; };
+    const auto head = [&](int i) { return i % model_.key_heads; };
+    if (shares_sections_) {
+      int sections = 0;
+      for (const Tile& each : tiles_) sections = std::max(sections, reach_of(columns, each, of_layer).sections());
+      const auto attend = [&](int i) {
+        const int j = i / sections;
+        attention_->attend_section(columns, tile(j), slot(j), number, head(j), of_layer, i % sections, i, team.thread);
+      };
+      team.share(size * sections, attend, 1);
+      team.share(size, [&](int i) {
+        attention_->add_sections(tile(i), head(i), of_layer, i * sections, sections, wide_.data(), team.thread);
+      });
+    } else {
+      team.share_interleaved(size, [&](int i) {
+        attention_->attend(columns, tile(i), slot(i), number, head(i), of_layer, wide_.data(), team.thread);
+      });
+    }
     pack_rows(team, pass.num_columns, wide_.data(), width, layer.out);
     add_output(team, pass.num_columns, layer.out, layer.attention_post_norm);
   }
@@ -603,6 +618,16 @@ class Decoder {
       else
         tiles_.push_back({c, c + 1});
     }
+    // The sections of a long text are shared out too if there are few tiles.
+    constexpr int kTilesPerThread = 4;
+    const int size = int(tiles_.size()) * model_.key_heads;
+    int width = 0, sections = 0;
+    for (const Tile& tile : tiles_) {
+      width = std::max(width, tile.last - tile.first);
+      sections = std::max(sections, reach_of({pass.position, pass.prefix, pass.tail_begin, pass.tail}, tile, heads(0)).sections());
+    }
+    shares_sections_ = sections > 1 && size < kTilesPerThread * model_.threads;
+    attention_->reserve(pass.num_columns, shares_sections_ ? size * sections : 0, width);
   }
 
   // Grow the buffers for a pass of this many columns.
@@ -622,7 +647,6 @@ class Decoder {
     aux_states_.resize(count * aux_size);
     normed_.resize(size_t(model_.threads) * model_.hidden);
     wide_.resize(count * widest);
-    attention_->reserve(columns);
     output_.resize(count * model_.hidden);
     reduced_.resize(count * model_.reduce.outputs);
     panels_.resize(count * model_.candidates);
@@ -655,6 +679,7 @@ class Decoder {
   int capacity_ = 0;    // columns that the buffers have space for
   std::unique_ptr<Attention> attention_;
   std::vector<Tile> tiles_;
+  bool shares_sections_;  // the threads share the sections of a tile
   // [columns][...]. `pair_` holds embedding and state of a draft head. `wide_` holds the outputs of qkv, attention and
   // gate_up, and `output_` those of attention and MLP before a norm or a factor.
   std::vector<float> aux_states_, fused_, pair_, states_, residual_, normed_, wide_, output_, cosine_, sine_;

@@ -26,9 +26,11 @@ class PoolAttention final : public Attention {
     for (int i = 0; i < threads; i++) scratch_.emplace_back(heads.dim);
   }
 
-  void reserve(int columns) override {
-    query_.resize(size_t(columns) * heads_.query * heads_.dim);
-    query_scale_.resize(size_t(columns) * heads_.query);
+  void reserve(int columns, int sections, int width) override {
+    section_size_ = size_t(width) * (heads_.query / heads_.key) * Sums::row_size(heads_.dim);
+    sections_.resize(std::max(sections_.size(), sections * section_size_));
+    query_.resize(std::max(query_.size(), size_t(columns) * heads_.query * heads_.dim));
+    query_scale_.resize(std::max(query_scale_.size(), size_t(columns) * heads_.query));
   }
 
   void set_query(int column, int head, const float* x) override {
@@ -51,8 +53,22 @@ class PoolAttention final : public Attention {
 
   void attend(const Columns& columns, const Tile& tile, int slot, int layer, int head, const Heads& heads, float* out,
               int thread) override {
-    outrider::attend<Element>(columns, tile, head, heads, entries(slot, layer), {query_.data(), query_scale_.data()},
-                              out, scratch_[thread]);
+    outrider::attend<Element>(columns, tile, head, heads, entries(slot, layer), queries(), out, scratch_[thread]);
+  }
+
+  void attend_section(const Columns& columns, const Tile& tile, int slot, int layer, int head, const Heads& heads, int section,
+                   int number, int thread) override {
+    outrider::attend_section<Element>(columns, tile, head, heads, section, entries(slot, layer), queries(),
+                                   &sections_[number * section_size_], scratch_[thread]);
+  }
+
+  void add_sections(const Tile& tile, int head, const Heads& heads, int number, int count, float* out,
+                 int thread) override {
+    const int rows = (tile.last - tile.first) * (heads.query / heads.key);
+    const Sums all{scratch_[thread].all.data(), heads.dim};
+    all.clear(rows);
+    for (int i = number; i < number + count; i++) add_section({&sections_[i * section_size_], heads.dim}, rows, all);
+    write_outputs(all, tile, head, heads, out);
   }
 
  private:
@@ -62,10 +78,14 @@ class PoolAttention final : public Attention {
     return {first, pool_.table + int64_t(slot) * pool_.reach, pool_.layers * layer_size, heads_.dim};
   }
 
+  Queries<Element> queries() const { return {query_.data(), query_scale_.data()}; }
+
   const Pool& pool_;  // its memory may be replaced
   Heads heads_;
   std::vector<Factor<Element>> query_;     // [columns][query heads][dim]
   std::vector<float> query_scale_;         // [columns][query heads]
+  std::vector<float> sections_;               // [sections][section_size_] sums of sections
+  size_t section_size_ = 0;
   std::vector<Scratch<Element>> scratch_;  // [threads]
 };
 

@@ -149,8 +149,10 @@ template <int N>
 inline void exponentials(FloatReg (&x)[N]) {
   constexpr float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   constexpr float coefficients[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
-  const FloatReg low = FloatReg{} - 88.0f;  // with an exponent of -127, which stands for 0
-  const FloatReg high = FloatReg{} + 88.0f;
+  FloatReg low = FloatReg{} - 88.0f;  // with an exponent of -127, which stands for 0
+  FloatReg high = FloatReg{} + 88.0f;
+  settle(low);  // a maximum with a constant would take two instructions
+  settle(high);
   FloatReg exponent[N], poly[N];
   for (FloatReg& each : x) each = minimum(high, maximum(low, each));
   for (int i = 0; i < N; i++) exponent[i] = (x[i] * 1.44269504f + shift) - shift;
