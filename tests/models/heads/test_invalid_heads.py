@@ -268,6 +268,7 @@ def test_each_token_must_be_in_one_cluster():
         load_module(description, weights, where="head")
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_damaged_files_are_rejected(tmp_path):
     export_case(tmp_path / "a", "eagle3")
     file = tmp_path / "a" / "model.safetensors"
