@@ -235,6 +235,7 @@ def test_state_has_every_learned_field():
         "passes",
         "observations",
         "draft_cost",
+        "padded",
     }
     means = {field.name for field in dataclasses.fields(stats._means)}
     assert {name.strip("_") for name in vars(stats)} - fixed | means | {"round_cost", "token_cost"} == set(
