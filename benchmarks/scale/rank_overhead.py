@@ -10,6 +10,7 @@ depends on other load.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from statistics import median
@@ -68,7 +69,8 @@ def start(asked: argparse.Namespace, tp: int) -> dict[str, float]:
         check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    documents = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    # Two ranks may write to the same line.
+    documents = [json.loads(text) for text in re.findall(r"\{.*?\}", done.stdout)]
     return {"cpu": sum(each["cpu"] for each in documents), "wall": documents[0]["wall"]}
 
 
