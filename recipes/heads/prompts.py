@@ -1,7 +1,5 @@
 """Makes chat prompts from the Python files and documents of a folder."""
 
-from __future__ import annotations
-
 import ast
 import random
 from collections.abc import Iterator
@@ -27,7 +25,7 @@ def make_prompts(folder: Path, number: int, seed: int) -> list[dict[str, Any]]:
     and describe a function. A document, or the docstring of a file, gives two: continue the text, and summarize it.
     """
     source = random.Random(seed)
-    files = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES)
+    files = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES and path.is_file())
     if not files:
         raise typer.BadParameter(
             f"{folder} holds no text; name a folder with files that end with {', '.join(_SUFFIXES)}"

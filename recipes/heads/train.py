@@ -3,8 +3,6 @@
 python -m recipes.heads.train MODEL --out head
 """
 
-from __future__ import annotations
-
 import json
 import sysconfig
 from dataclasses import replace

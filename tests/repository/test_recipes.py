@@ -141,6 +141,8 @@ def test_a_head_is_trained_on_prompts_made_from_files(tmp_path):
     for i in range(20):
         (tmp_path / f"{i}.py").write_text(f"# {i}\n{code}")
     (tmp_path / "broken.py").write_text("def")
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "dangling.py").symlink_to(tmp_path / "missing")
     (tmp_path / "notes.md").write_text("# Notes\n\nThe cat sat on the mat.\n" * 9)
     lines = head_prompts.make_prompts(tmp_path, 70, 0)
     assert lines == head_prompts.make_prompts(tmp_path, 70, 0)
