@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from outrider._version import __version__
-from outrider.scale.ray.bridge import HTTPRequest, ResponseStart
+from outrider.scale.ray.bridge import HTTPRequest, ResponsePart, ResponseStart
 from outrider.scale.ray.metrics import sum_metrics
 from outrider.scale.ray.package import lost_actor_errors, no_replica_errors
 from outrider.scale.ray.prefixes import prefix_blocks
@@ -23,6 +23,7 @@ from outrider.serve.settings import Settings
 _ATTEMPTS = 5
 _RETRY_SECONDS = 0.2  # before the next attempt, so that Ray Serve notices the loss
 _BROADCAST_SECONDS = 5.0  # for the answers of all replicas
+_GRPC_BYTES = 1 << 20  # of a body that gRPC carries; it refuses messages above 4 MiB
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 _ID_HEADER = b"x-request-id"  # `RequestLog` adds it to the response of the front
 _FRONT_HEADERS = frozenset({b"authorization", _ID_HEADER})  # that are not forwarded
@@ -40,6 +41,11 @@ class Front:
         self._lost = lost_actor_errors()
         self._no_replica = no_replica_errors()
         self._loaded = False  # whether a replica has answered so far
+        # Ray's gRPC takes a fraction of the time of its object store for each part of a response.
+        self._stream = engine.options(
+            stream=True, _by_reference=False, request_serialization="pickle", response_serialization="pickle"
+        )
+        self._stream_large = engine.options(stream=True, _by_reference=True)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application. Ray Serve calls this in the replica of the front."""
@@ -90,8 +96,9 @@ class Front:
             body=body,
             prefix=prefix_blocks(body) if request.method == "POST" else (),
         )
+        engine = self._stream if len(body) <= _GRPC_BYTES else self._stream_large
         for attempt in range(_ATTEMPTS):
-            parts = self._engine.options(stream=True).respond.remote(forwarded)
+            parts = engine.respond.remote(forwarded)
             try:
                 return await self._response(parts, entry)
             except self._lost as error:
@@ -107,20 +114,18 @@ class Front:
         """Wait for the first part of the body. Until then nothing has been sent, so the request can be repeated."""
         start = await anext(parts)
         assert isinstance(start, ResponseStart)
-        bodies = _bodies(parts, entry)
-        first = await anext(bodies, b"")
+        bodies = _bodies(start.first, parts, entry)
         if start.is_event_stream:
-            content = self._stream(first, bodies, parts)
+            content = self._events(bodies, parts)
         else:  # a document is sent when it is complete
-            content = _once(b"".join([first, *[body async for body in bodies]]))
+            content = _once(b"".join([body async for body in bodies]))
         response = StreamingResponse(content, status_code=start.status)
         response.raw_headers = [(name, value) for name, value in start.headers if name != _ID_HEADER]
         return response
 
-    async def _stream(self, first: bytes, bodies: AsyncIterator[bytes], parts: Any) -> AsyncIterator[bytes]:
+    async def _events(self, bodies: AsyncIterator[bytes], parts: Any) -> AsyncIterator[bytes]:
         """Yield the body of a stream. If the replica is lost, end it with an error event."""
         try:
-            yield first
             async for body in bodies:
                 yield body
         except self._lost as error:
@@ -131,8 +136,10 @@ class Front:
             parts.cancel()
 
 
-async def _bodies(parts: Any, entry: Entry) -> AsyncIterator[bytes]:
+async def _bodies(first: ResponsePart, parts: Any, entry: Entry) -> AsyncIterator[bytes]:
     """Yield the bodies of the parts of a response, and record the tokens, which count for the quota of a key."""
+    entry.prompt_tokens, entry.output_tokens = first.prompt_tokens, first.output_tokens
+    yield first.body
     async for part in parts:
         entry.prompt_tokens = part.prompt_tokens
         entry.output_tokens = part.output_tokens

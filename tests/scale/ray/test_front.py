@@ -55,7 +55,7 @@ class Engine:
         self.sent = []
         self.requests = []
 
-    def options(self, stream):
+    def options(self, *, stream, **_):
         assert stream
         return self
 
@@ -93,12 +93,16 @@ def ask(engine, *keys, api_keys=(), headers=()):
 
 
 def document(prompt_tokens, output_tokens):
-    return [ResponseStart(status=200, headers=JSON), ResponsePart(b"{}", prompt_tokens, output_tokens)]
+    return [start(JSON, b"{}", prompt_tokens, output_tokens)]
+
+
+def start(headers, *part):
+    return ResponseStart(status=200, headers=headers, first=ResponsePart(*part))
 
 
 def test_tokens_of_all_replicas_are_charged_at_the_front():
     keys = [ApiKey.of("a", name="team-a", tokens_per_minute=10), ApiKey.of("b", name="team-b")]
-    stream = [ResponseStart(status=200, headers=EVENTS), ResponsePart(b"1", 0, 3), ResponsePart(b"2", 5, 6)]
+    stream = [start(EVENTS, b"1", 0, 3), ResponsePart(b"2", 5, 6)]
     engine = Engine(document(4, 5), stream, document(4, 5))
     responses = ask(engine, "a", "a", "a", "wrong", "b", api_keys=keys)
     assert [each.status_code for each in responses] == [200, 200, 429, 401, 200]
@@ -110,14 +114,14 @@ def test_tokens_of_all_replicas_are_charged_at_the_front():
 
 def test_a_stream_that_breaks_is_charged_for_what_it_sent():
     key = ApiKey.of("a", name="team-a", tokens_per_minute=1000)
-    parts = [ResponseStart(status=200, headers=EVENTS), ResponsePart(b"1", 0, 3), ResponsePart(b"2", 0, 400), Lost()]
+    parts = [start(EVENTS, b"1", 0, 3), ResponsePart(b"2", 0, 400), Lost()]
     (response,) = ask(Engine(parts), "a", api_keys=[key])
     assert "the replica that generated this stream was lost" in response.text
     assert key.quota._tokens == pytest.approx(600, abs=100)  # it fills by 17 per second
 
 
 def test_a_request_whose_replica_is_lost_is_sent_again():
-    engine = Engine([Lost()], [ResponseStart(status=200, headers=JSON), Lost()], document(1, 1))
+    engine = Engine([Lost()], [start(JSON, b"{", 0, 1), Lost()], document(1, 1))
     (response,) = ask(engine, "any")
     assert response.status_code == 200
     assert len(engine.sent) == 3
@@ -138,6 +142,9 @@ class Replicas:
 
     def __init__(self, *results):
         self._results = iter(results)
+
+    def options(self, **_):
+        return self
 
     def broadcast(self, method):
         return self

@@ -88,7 +88,9 @@ def make_app():
     @app.get("/stream")
     async def stream(request: Request):
         async def events():
-            for text in ("one", "two"):
+            for text in ("one", "two", "three"):
+                if text == "three":
+                    await asyncio.sleep(0.01)
                 entry_of(request.scope).add_tokens(3)
                 yield text
             assert (await request.receive())["type"] == "http.disconnect"
@@ -105,19 +107,37 @@ def test_bridge_carries_requests_and_streams():
     async def run():
         headers = ((b"content-type", b"text/plain"),)
         request = HTTPRequest(method="POST", path="/echo", query=b"a=5", headers=headers, body=b"hello")
-        start, *parts = [part async for part in respond(app, request)]
+        (start,) = [part async for part in respond(app, request)]
         assert isinstance(start, ResponseStart)
         assert start.status == 200
         assert not start.is_event_stream
-        assert json.loads(b"".join(part.body for part in parts)) == {"body": "hello", "query": "5"}
+        assert json.loads(start.first.body) == {"body": "hello", "query": "5"}
         stream = respond(app, HTTPRequest(method="GET", path="/stream", query=b"", headers=(), body=b""))
-        assert isinstance(await anext(stream), ResponseStart)
-        assert (await anext(stream)).body == b"one"
-        assert await anext(stream) == (b"two", 0, 6)
+        assert (await anext(stream)).first == (b"onetwo", 0, 6)  # what is ready is one part
+        assert await anext(stream) == (b"three", 0, 9)
         await stream.aclose()
 
     asyncio.run(run())
     assert seen == {"disconnected": True}
+
+
+def test_bridge_splits_large_bodies_and_carries_empty_ones():
+    size = (5 << 20) + 1
+
+    async def app(scope, receive, send):
+        body = b"x" * (size if scope["path"] == "/large" else 0)
+        await send({"type": "http.response.start", "status": 200 if body else 204, "headers": ()})
+        await send({"type": "http.response.body", "body": body})
+
+    async def run(path):
+        request = HTTPRequest(method="GET", path=path, query=b"", headers=(), body=b"")
+        return [part async for part in respond(RequestLog(app), request)]
+
+    start, *parts = asyncio.run(run("/large"))
+    sizes = [len(part.body) for part in (start.first, *parts)]
+    assert (sum(sizes), max(sizes)) == (size, 1 << 20)
+    (start,) = asyncio.run(run("/empty"))
+    assert (start.status, start.first.body) == (204, b"")
 
 
 def test_metrics_are_summed():
