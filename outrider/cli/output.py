@@ -74,7 +74,6 @@ class Painter:
         self._last_char = ""
 
     def _colored(self, text: str, tokens: Sequence[int], from_draft: Sequence[bool]) -> str:
-        """Return the text with the colors of its tokens."""
         for token, is_draft in zip(tokens, from_draft, strict=True):
             before = len(self._stream.text)
             self._stream.add_token(token)
@@ -206,7 +205,6 @@ def _exactness(stats: Stats) -> str:
 
 
 def _logprobs(completion: Completion, llm: LLM) -> Table:
-    """Return the table of log-probabilities of a completion."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("token", "log p", "as sampled", "likeliest"):
         table.add_column(name, justify="left" if name in ("token", "likeliest") else "right")

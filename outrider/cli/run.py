@@ -165,7 +165,6 @@ def _check_transcript(prompt: str | None, reason: str) -> None:
 
 
 def _source_for(llm: LLM, given: GivenSource | None) -> Source | None:
-    """Return the source for a target, or None if none is given."""
     rules = llm.parts.source_rules
     speech = rules is not None and rules.speech is not None
     if given is None and speech:

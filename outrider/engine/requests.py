@@ -151,7 +151,6 @@ class RequestMaker:
             )
 
     def _grammar_of(self, params: SamplingParams) -> Grammar | None:
-        """Return the compiled constraint of a request; None if it has none."""
         if params.constraint is None:
             return None
         try:

@@ -468,12 +468,10 @@ def _score(tokens: Sequence[int], top: int, llm: LLM) -> tuple[TokenLogprobs, ..
 
 
 async def _last_chunks(streams: Sequence[RequestStream], log_entry: Entry) -> list[StreamChunk]:
-    """Return the last chunk of each completion."""
     return await asyncio.gather(*(_last_chunk(stream, log_entry) for stream in streams))
 
 
 async def _last_chunk(stream: RequestStream, log_entry: Entry) -> StreamChunk:
-    """Return the last chunk of a completion."""
     async for chunks in stream.chunks():
         for chunk in chunks:
             log_entry.add_tokens(len(chunk.tokens))

@@ -269,7 +269,6 @@ def _pieces(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _join(documents: Sequence[Tokens], vocab: int) -> Numbers:
-    """Return the tokens of all documents with separators."""
     size = sum(map(len, documents)) + len(documents)
     if not documents:
         raise OutriderError("the files are empty; give files with text")

@@ -178,7 +178,6 @@ class Drafter:
         self._free.append(seq.slot)
 
     def _draft(self, seqs: tuple[SequenceState, ...], keys: tuple[Hashable, ...], now: float) -> Draft:
-        """Draft for the next step."""
         budget = tuple(max(min(self.host.most, self.host.context - len(seq.token_ids) - 1), 0) for seq in seqs)
         batch = Batch(
             seqs=seqs,

@@ -124,7 +124,6 @@ class SpeechRules:
         return language is None and task is None and self.task is None and None not in self.forced and bool(self.forced)
 
     def _multilingual(self, language: str | None, task: str) -> list[int]:
-        """Return the tokens of a language and a task."""
         known = sorted(self.languages)
         if language is None:
             some = ", ".join(known[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
