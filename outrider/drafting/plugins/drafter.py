@@ -81,11 +81,7 @@ class Drafter:
     _planner: _StepPlanner = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make the proposer.
-
-        Raises:
-            OutriderError: it cannot be made, or needs hidden states.
-        """
+        """Make the proposer. Raises OutriderError if it cannot be made, or needs hidden states."""
         setup = ProposerSetup(
             target=cast(Any, None),  # lookups do not read it
             vocab=self.host.vocab,

@@ -118,7 +118,6 @@ class Graphs:
         return self.recorder.bytes() + self.model.bytes() + buffers
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """Return the recorded buckets."""
         return tuple(self._recorded)
 
     def score(self, batch: Batch, draft: Draft, first: int, eager: Callable[[], Scores]) -> Scores | None:

@@ -48,7 +48,6 @@ class Lengths:
     prefix_tokens: int = 0
 
     def draw(self, rng: random.Random, time: float) -> Arrival:
-        """Return a request at this time."""
         prefix = f"prefix {rng.randrange(self.prefixes)}" if self.prefixes else ""
         shared = self.prefix_tokens if prefix else 0
         return Arrival(

@@ -33,7 +33,6 @@ class OutputParser:
 
     @property
     def calls(self) -> list[ParsedCall]:
-        """The calls so far."""
         return self._calls.calls if self._calls else []
 
     def add_text(self, text: str, *, last: bool) -> list[dict[str, Any]]:

@@ -42,11 +42,7 @@ class TranslatedBody(EngineFields):
         """Return the fields of the chat. None: the field is absent. `add_message` collects its messages."""
 
     def chat(self) -> ChatRequest:
-        """Return the chat.
-
-        Raises:
-            InvalidParam: a field is invalid.
-        """
+        """Return the chat. Raises InvalidParam if a field is invalid."""
         engine = {name: getattr(self, name) for name in (*EngineFields.model_fields, "model")}
         fields = engine | self.chat_fields()
         try:

@@ -48,7 +48,6 @@ class SpeechRules:
 
     @property
     def frames_per_second(self) -> float:
-        """Frames per second of audio."""
         return self.rate / int(self.extractor.hop_length)
 
     def silence(self) -> AudioFeatures:
