@@ -29,17 +29,31 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4], help="requests at once")
     asked = parser.parse_args()
     results = {}
+    milliseconds = {}
     with httpx.Client(timeout=300, limits=LIMITS) as client:
         for streams in asked.streams:
             ratios: dict[str, list[float]] = {"seconds": [], "first_token": []}
-            for round in range(asked.rounds + 1):
-                order = (asked.base, asked.other) if round % 2 else (asked.other, asked.base)
-                took = {url: _measure(client, url, streams, asked.tokens, round) for url in order}
-                if round:  # the first one warms up
+            firsts: dict[str, list[float]] = {asked.base: [], asked.other: []}
+            for turn in range(asked.rounds + 1):
+                order = (asked.base, asked.other) if turn % 2 else (asked.other, asked.base)
+                took = {url: _measure(client, url, streams, asked.tokens, turn) for url in order}
+                if turn:  # the first one warms up
                     for i, name in enumerate(ratios):
                         ratios[name].append(took[asked.other][i] / took[asked.base][i])
+                    for url, values in firsts.items():
+                        values.append(took[url][1])
             results[str(streams)] = {name: round_figures(values) for name, values in ratios.items()}
-    print(json.dumps({"other_over_base_by_streams": results, "tokens": asked.tokens, "rounds": asked.rounds}))
+            milliseconds[str(streams)] = [round(1000 * median(values), 1) for values in firsts.values()]
+    print(
+        json.dumps(
+            {
+                "other_over_base_by_streams": results,
+                "first_token_ms_of_base_and_other": milliseconds,
+                "tokens": asked.tokens,
+                "rounds": asked.rounds,
+            }
+        )
+    )
 
 
 def round_figures(values: list[float]) -> dict[str, float]:
