@@ -377,7 +377,7 @@ class Decoder(Passes):
             return sum(tensor.nbytes for tensor in tensors if tensor is not None)
         if self._packed is self._source._packed:
             return 0
-        return sum(weight.nbytes for weight in self._packed.values())
+        return sum(weight.nbytes for weight in (*self._packed.values(), self._factors) if weight is not None)
 
     def expert_bytes(self) -> int:
         """Return the bytes of all experts of all layers. 0: no layer has experts."""
@@ -406,6 +406,7 @@ class Decoder(Passes):
         if self._packed is not self._source._packed:
             for name in names:
                 self._packed[name] = self._requantize(name, self._source._packed[name])
+            self._factors = None  # those of the old LM head
         self._open()
 
     def _requantize(self, name: str, source: Packed | PackedExperts) -> Packed | PackedExperts:

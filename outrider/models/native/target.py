@@ -156,6 +156,12 @@ class NativeTarget:
         """Return the factors of the LM head whose `tensors` these are."""
         return LowRankHead.of(tensors, vocab=self._decoder.vocab, hidden=self._decoder.shape.hidden)
 
+    def factor_operations(self, tokens: int) -> float:
+        """Return about how many operations `factorize_head` takes for texts of so many tokens in all."""
+        layers, _ = self._decoder.read_bytes()
+        weights = sum(layers) * 8 / self._decoder.bits
+        return 2 * weights * tokens + self.vocab * self._decoder.shape.hidden**2
+
     def factorize_head(self, texts: Sequence[Sequence[int]]) -> LowRankHead:
         """Return low-rank factors of the LM head that are best for token ids of typical texts. Slot 0 is free."""
         states = []

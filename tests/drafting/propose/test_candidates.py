@@ -8,8 +8,9 @@ import torch
 from outrider.core import tree
 from outrider.core.draws import DrawParams, Draws
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, DraftBudget, SequenceState
-from outrider.drafting.propose.vocabulary.candidates import use_candidates
+from outrider.core.proposer import ProposerSetup
+from outrider.core.types import Batch, DraftBudget, Draw, SequenceState
+from outrider.drafting.propose.vocabulary.candidates import rank_copy_tokens, use_candidates
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.models.loader.embedded import embedded
@@ -138,3 +139,62 @@ def test_other_kernels_are_refused():
 def test_a_proposer_without_a_draft_is_refused():
     with pytest.raises(OutriderError, match="draft_candidates is 4 and the proposer ngram has no draft"):
         LLM(None, proposer="ngram", draft_candidates=4)
+
+
+@pytest.fixture(scope="module")
+def large_vocabulary(tmp_path_factory):
+    """A tiny model of 40,000 tokens."""
+    sizes = {"vocab_size": 40_000, "hidden_size": 128, "head_dim": 32, "intermediate_size": 96}
+    return tiny.save(tmp_path_factory.mktemp("large"), tiny.make_config("LlamaConfig", **sizes))
+
+
+def target_and_copies(folder):
+    """A target, its quantized copy as a proposer gets it, and one with the whole LM head."""
+    checkpoint = load_checkpoint(folder, dtype="bfloat16", device="cpu")
+    target = make_target(checkpoint, slots=3, context=96, kernels="native")
+    setup = ProposerSetup(
+        target=target,
+        vocab=target.vocab,
+        slots=3,
+        context=96,
+        device=target.device,
+        dtype=torch.bfloat16,
+        draw=Draw.ARGMAX,
+        tokenizer=checkpoint.tokenizer,
+        target_folder=checkpoint.folder,
+    )
+    copy = target.make_requantized(4)
+    rank_copy_tokens(copy, setup)
+    return target, copy, target.make_requantized(4)
+
+
+def test_a_quantized_copy_of_a_large_vocabulary_ranks_its_tokens(large_vocabulary):
+    _, copy, whole = target_and_copies(large_vocabulary)
+    assert copy.read_bytes()[1] < whole.read_bytes()[1] / 1.5
+    assert copy.bytes() > whole.bytes()
+    approximate, exact = logits(copy, FEEDS), logits(whole, FEEDS)
+    equal = (approximate == exact).view(len(FEEDS), -1, 32).all(-1).sum(-1)
+    assert 256 <= equal.min() and equal.max() <= 258
+    assert torch.equal(approximate.argmax(-1), exact.argmax(-1))
+
+
+def test_new_weights_give_a_quantized_copy_its_whole_head_again(large_vocabulary):
+    target, copy, whole = target_and_copies(large_vocabulary)
+    target.update_weights({"model.norm.weight": torch.full((128,), 0.5)}, 1)
+    assert copy.read_bytes() == whole.read_bytes()
+    assert torch.equal(logits(copy, FEEDS), logits(whole, FEEDS))
+
+
+def test_a_quantized_copy_of_a_small_vocabulary_keeps_its_whole_head():
+    _, copy, whole = target_and_copies(embedded("mini"))
+    assert copy.read_bytes() == whole.read_bytes()
+
+
+def test_text_does_not_change_with_a_quantized_copy(large_vocabulary):
+    options = {"dtype": "bfloat16", "max_num_seqs": 2, "max_model_len": 96, "verifier": "walk"}
+    llm = LLM(large_vocabulary, proposer="quantized:int4", k=3, **options)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=20, seed=1)
+        plain, drafted = (llm.generate(["def add(a, b):", "The cat"], replace(params, k=k)) for k in (0, 3))
+        assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+        assert all(each.stats.draft_tokens for each in drafted)

@@ -13,6 +13,7 @@ from outrider.core.target import SelfDraftTarget, Target
 from outrider.core.types import Batch, Draft, DraftBudget, SequenceState
 from outrider.drafting.propose.draft_model.cascade import cascade
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
+from outrider.drafting.propose.vocabulary.candidates import rank_copy_tokens
 from outrider.errors import MODEL_ERRORS, NotEnoughMemory, OutriderError
 from outrider.models.cache.memory import out_of_memory
 from outrider.models.cache.shared import SharedCache
@@ -80,6 +81,7 @@ def skip_layers(argument: str) -> set[int]:
 def quantized_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
     """Make `quantized:int4` or `quantized:int8`, which drafts with a copy of the target with fewer bits."""
     copy = _self_draft_target(setup).make_requantized(quantized_bits(argument))
+    rank_copy_tokens(copy, setup)
     proposer = SharedCacheProposer if isinstance(copy.cache, SharedCache) else DraftModelProposer
     return proposer(setup, cascade(copy) if tree.is_cpu(setup.device) else copy)
 

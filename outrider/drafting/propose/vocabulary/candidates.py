@@ -1,6 +1,6 @@
-"""Give a draft model an LM head of low rank, which chooses the tokens that get exact logits (SlimSpec, SpecVocab).
+"""Give a draft an LM head of low rank, which chooses the tokens that get exact logits (SlimSpec, SpecVocab).
 
-A small draft model with a large vocabulary spends much of its time in the LM head. No token is left
+A draft with a large vocabulary spends much of its time in the LM head. No token is left
 out: the others have approximate logits. A draft token is sampled from the softmax of all of them,
 and verified with the same distribution, so the output stays exact.
 """
@@ -15,18 +15,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from outrider.core.prompts import read_prompts, text_tokens
+from outrider.core.proposer import ProposerSetup
 from outrider.core.target import Target
 from outrider.drafting.propose.vocabulary.wrapped_target import unwrapped
 from outrider.errors import OutriderError
 from outrider.models.loader.fingerprint import code_fingerprint, model_fingerprint
 from outrider.models.native.library import cache_folder
 from outrider.models.native.low_rank import LowRankHead
+from outrider.models.native.pack import PANEL
 from outrider.models.native.target import NativeTarget
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.runtime.atomic_files import write_whole
 from outrider.runtime.progress import stage
 
-_TEXT_TOKENS = 96  # that are read of each embedded prompt
+_TEXT_TOKENS = 96  # that a draft model reads of each embedded prompt
+_COPY_TOKENS = 24  # that a target reads of each: its passes take longer, and with 256 panels more tokens change little
+_COPY_PANELS = 256  # of a copy of the target
+_COPY_VOCAB = 4 * _COPY_PANELS * PANEL  # smallest vocabulary of which a copy ranks the tokens
+_COPY_OPERATIONS = 5e11  # most that the factors for a copy may take: about 5 s on two cores with AVX2
 _FILES = 8  # with factors, about a quarter of an LM head of 8 bits each
 
 
@@ -49,34 +55,59 @@ def use_candidates(model: Target, checkpoint: Checkpoint, candidates: int) -> No
             f"draft_candidates is {candidates}, and the draft runs on the kernels {model.kernels}; use"
             " device cpu and kernels native, or leave draft_candidates out"
         )
-    file = _file(checkpoint, native)
-    factors = _read(file, native)
-    if factors is None:
-        with stage("reducing the draft's LM head"):
-            factors = native.factorize_head(_texts(checkpoint.tokenizer))
-        _write(file, factors)
+    factors = _factors(native, checkpoint.folder, checkpoint.tokenizer, _TEXT_TOKENS)
     native.rank_tokens(factors, candidates)
 
 
-def _texts(tokenizer: Any) -> list[tuple[int, ...]]:
-    """Return the token ids of the embedded prompts."""
+def rank_copy_tokens(copy: Target, setup: ProposerSetup) -> None:
+    """Make a quantized copy of the target compute exact logits for 256 panels only, if that is faster.
+
+    It is not for a small vocabulary. The factors are not computed if that would delay the start too much. Both depend
+    on the model alone, so a seed gives the same text at each start.
+
+    Args:
+        copy: of the setup's target. No sequence runs on them.
+        setup: of the proposer.
+    """
+    target = setup.target
+    if not (isinstance(copy, NativeTarget) and isinstance(target, NativeTarget)) or setup.ranks > 1:
+        return
+    tokens = _COPY_TOKENS * len(read_prompts())
+    if copy.vocab >= _COPY_VOCAB and copy.factor_operations(tokens) <= _COPY_OPERATIONS:
+        factors = _factors(target, setup.target_folder, setup.tokenizer, _COPY_TOKENS)
+        copy.rank_tokens(factors, _COPY_PANELS)
+
+
+def _factors(native: NativeTarget, folder: str, tokenizer: Any, tokens: int) -> LowRankHead:
+    """Return the factors of a model's LM head from the cache folder, or compute them and keep them there."""
+    file = _file(native, folder, tokens)
+    factors = _read(file, native)
+    if factors is None:
+        with stage("reducing the draft's LM head"):
+            factors = native.factorize_head(_texts(tokenizer, tokens))
+        _write(file, factors)
+    return factors
+
+
+def _texts(tokenizer: Any, tokens: int) -> list[tuple[int, ...]]:
+    """Return the last `tokens` token ids of each embedded prompt."""
     texts = (prompt.prompt or _joined(prompt.messages) for prompt in read_prompts())
-    return [tuple(text_tokens(tokenizer, text)[-_TEXT_TOKENS:]) for text in texts]
+    return [tuple(text_tokens(tokenizer, text)[-tokens:]) for text in texts]
 
 
 def _joined(messages: Any) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-def _file(checkpoint: Checkpoint, native: NativeTarget) -> Path | None:
+def _file(native: NativeTarget, folder: str, tokens: int) -> Path | None:
     """Return the file of the factors. Its name depends on the model, the code and the weights.
 
     Returns:
         None: the model was not loaded from files, or there is no cache folder.
     """
-    if not checkpoint.folder:
+    if not folder:
         return None
-    facts = [model_fingerprint(Path(checkpoint.folder)), code_fingerprint(), native.kernels]
+    facts = [model_fingerprint(Path(folder)), code_fingerprint(), native.kernels, tokens]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     try:
         return cache_folder() / f"factors-{key[:32]}.safetensors"
