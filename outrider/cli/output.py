@@ -27,6 +27,7 @@ from outrider.runtime.report.console import count_text
 from outrider.serve.speech.formats import to_verbose_document
 from outrider.serve.speech.transcript import Transcript
 
+_POSITIONS = 8  # whose acceptance is printed; the JSON document has all
 _DRAFT, _TARGET = Style(color="cyan"), Style(color="yellow", bold=True)
 
 
@@ -173,7 +174,7 @@ def _summary(outcome: Outcome) -> list[str]:
     tokens = sum(len(completion.token_ids) for completion in outcome.completions)
     speed = f"{outcome.speed.rate:.0f} tokens/s" if outcome.speed.rate else "too short to time"
     first = "" if outcome.first is None else f"the first after {1e3 * outcome.first:.0f} ms, then "
-    rates = " ".join(f"{rate:.0%}" for rate in stats.acceptance)
+    rates = " ".join(f"{rate:.0%}" for rate in stats.acceptance[:_POSITIONS])
     lines = [
         f"{count_text(tokens, 'token')} in {outcome.seconds:.2f} s: {first}{speed}",
         f"tau {stats.tau:.2f} tokens per pass" + (f"; accepted by position {rates}" if rates else ""),

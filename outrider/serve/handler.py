@@ -192,10 +192,11 @@ class RequestHandler:
             tokens = await self._encode_chat(body, turns, template_tools, options)
         continued = body.messages[-1].text() if body.continue_final_message else ""
         reasoning = reasoning_of(template, self._async_llm.codec.decode(tokens[-_PROMPT_END:]), continued)
-        calls = (trained or HERMES) if tools else None
-        return _ChatPrompt(
-            tokens, tools, OutputForm(calls=calls, functions=tools.schemas if tools else {}, reasoning=reasoning)
-        )
+        if tools is None:
+            return _ChatPrompt(tokens, None, OutputForm(reasoning=reasoning))
+        calls = trained or HERMES
+        form = OutputForm(calls=calls, functions=tools.schemas, required=tools.required, reasoning=reasoning)
+        return _ChatPrompt(tokens, tools, form)
 
     async def _encode_chat(
         self,

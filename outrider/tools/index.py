@@ -283,8 +283,8 @@ def _show(summary: Mapping[str, Any], console: Console) -> None:
     """Print the summary. Paths are printed without wrapping and markup."""
     empty = f", {summary['empty']} of them empty" if summary["empty"] else ""
     text = (
-        f"{summary['files']:,} files{empty}: {summary['documents']:,} documents, {summary['tokens']:,} tokens in"
-        f" {summary['seconds']:.1f} s; {summary['bytes'] / 1e6:.1f} MB in {summary['datastore']}"
+        f"files: {summary['files']:,}{empty}, documents: {summary['documents']:,}, tokens: {summary['tokens']:,},"
+        f" in {summary['seconds']:.1f} s; {summary['bytes'] / 1e6:.1f} MB in {summary['datastore']}"
     )
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(

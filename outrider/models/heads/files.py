@@ -118,6 +118,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise OutriderError(f"{folder} is not a folder; give the folder with the config.json of the draft head")
     try:
         config = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise OutriderError(f"{folder} holds no config.json; give the folder of a draft head") from error
     except (OSError, ValueError, RecursionError) as error:
         raise OutriderError(f"{file} cannot be read ({error}); copy the checkpoint again") from error
     if not isinstance(config, dict):

@@ -122,8 +122,9 @@ def _parse(file: str, number: int, line: str) -> Arrival:
     except OutriderError as error:
         raise OutriderError(f"line {number} of {file}: {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = f"there is no {error.args[0]}" if isinstance(error, KeyError) else str(error)
         raise OutriderError(
-            f"line {number} of {file} is not a request ({error!r}); write time, prompt_tokens and output_tokens"
+            f"line {number} of {file} is not a request ({reason}); write time, prompt_tokens and output_tokens"
         ) from None
 
 
