@@ -17,6 +17,7 @@ residual. A norm multiplies the sum: y = rstd * sum_k w_k (x_k g_k).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -117,11 +118,9 @@ def _joined(
     begin = 0
     for part in weight.parts:
         columns = slice(begin, begin + part.shape[0])
-        own = {
-            "residual": None if residual is None else residual[:, columns],
-            "bias": None if bias is None else bias[columns],
-        }
-        for launch in _launches(x, part, out=out[:, columns], **own, **options)[1]:
+        added = None if residual is None else residual[:, columns]
+        shift = None if bias is None else bias[columns]
+        for launch in _launches(x, part, out=out[:, columns], residual=added, bias=shift, **options)[1]:
             launch.kernel[launch.grid](*launch.arguments, **launch.options)
         begin = columns.stop
     return out
@@ -276,7 +275,7 @@ def many_rows(
         x = functional.rms_norm(x.float(), x.shape[-1:], norm.weight.float(), norm.epsilon).to(x.dtype)
     if gate:
         first, second = functional.linear(x, weight, bias).chunk(2, -1)
-        gated: torch.Tensor = _ACTIVATIONS[gate](first).mul_(second)
+        gated = _ACTIVATIONS[gate](first).mul_(second)
         return (gated if residual is None else gated.add_(residual)).to(out_dtype)
     if residual is None:
         whole: torch.Tensor = functional.linear(x, weight, bias)
@@ -285,7 +284,7 @@ def many_rows(
     return (out if bias is None else out.add_(bias)).to(out_dtype)
 
 
-_ACTIVATIONS: dict[str, Any] = {
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),

@@ -180,7 +180,7 @@ def from_blocks(weight: BlockWeight) -> QuantizedWeight:
         )
     read = gguf.read_integers(weight.kind, torch.from_numpy(np.ascontiguousarray(weight.rows())))
     tables = {"scale": read.scale, "zero": read.minimum, "factor": read.factor}
-    turned = {name: table.T.contiguous() for name, table in tables.items() if table is not None}
+    turned: dict[str, Any] = {name: table.T.contiguous() for name, table in tables.items() if table is not None}
     return QuantizedWeight(
         kind=f"int{read.bits}", shape=read.values.shape, values=_packed(read.values, read.bits),
         group=read.values.shape[1] // read.scale.shape[1], **turned,
