@@ -3,6 +3,7 @@
 python benchmarks/gpu/page.py RESULTS.json > docs/explanation/results/gpu_cells.md
 """
 
+import gzip
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,9 +36,10 @@ _TIMES = ("draft_ms", "target_ms", "host_ms", "tau", "tokens_per_s")  # of a rou
 _LONGEST = 400  # characters of a text in a table
 
 
-def main(results: Annotated[Path, typer.Argument(help="JSON file of cells.py.")]) -> None:
+def main(results: Annotated[Path, typer.Argument(help="JSON file of cells.py, or its gzip.")]) -> None:
     """Print the page."""
-    print(page(json.loads(results.read_text())))
+    content = results.read_bytes()
+    print(page(json.loads(gzip.decompress(content) if results.suffix == ".gz" else content)))
 
 
 def page(document: Mapping[str, Any]) -> str:

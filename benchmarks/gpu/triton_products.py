@@ -22,7 +22,7 @@ from torch.nn import functional
 from outrider.lab.bench.rates import read_bandwidth
 from outrider.models.torch.fp8_weight import Fp8
 from outrider.models.triton import linear as products
-from outrider.models.triton.linear import Norm, Tile, compile_linear, linear
+from outrider.models.triton.linear import Norm, compile_linear, linear
 from outrider.models.triton.quantized import QuantizedWeight, from_fp8, quantize
 
 _SECONDS = 40.0  # after them, the remaining products are left out
@@ -31,7 +31,8 @@ _COPIED = 200e6  # bytes of the copies of a weight together, at least
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
 _INTERPRETED_ROWS = (1, 16)
 _QUANTIZED_ROWS = (1, 8, 64)
-_QUANTIZED = ("fp8", "fp8-128", "int8", "int4")
+_QUANTIZED = ("fp8", "fp8-128", "int8", "int4", "Q4_K", "Q6_K")
+_GGUF = {"Q4_K": (4, 32), "Q6_K": (6, 16)}  # bits of a value, and inputs of a group
 
 
 class Shape(NamedTuple):
@@ -53,25 +54,6 @@ _SHAPES = {
     "8B head": Shape(128256, 4096, norm=True),
 }
 _TINY = {"tiny qkv": Shape(48, 256, norm=True), "tiny gate up": Shape(64, 256, norm=True, gate="silu")}
-_FEW = (Tile(16, 8, 4, 6), Tile(32, 8, 4, 4), Tile(32, 8, 4, 5), Tile(64, 8, 4, 3))
-_MANY = (
-    Tile(128, 64, 4, 5, "split"), Tile(256, 64, 8, 3, "split"), Tile(128, 128, 8, 4, "split"),
-    Tile(256, 128, 8, 3, "split"),
-)  # fmt: skip
-_TILES = {
-    16: (
-        Tile(32, 16, 4, 4), Tile(64, 16, 4, 3), Tile(64, 16, 4, 6, "split"), Tile(128, 16, 4, 6, "split"),
-    ),
-    32: (
-        Tile(64, 32, 4, 6, "split"), Tile(128, 32, 4, 5, "split"), Tile(128, 32, 8, 5, "split"),
-        Tile(256, 32, 8, 3, "split"), Tile(32, 32, 4, 3),
-    ),
-    64: (
-        Tile(64, 64, 4, 6, "split"), Tile(128, 64, 4, 3, "split"), Tile(128, 64, 4, 5, "split"),
-        Tile(256, 64, 8, 3, "split"),
-    ),
-    128: _MANY, 256: _MANY, 512: _MANY, 1: _FEW, 8: _FEW,
-}  # fmt: skip
 
 
 def run(device: torch.device) -> dict[str, Any]:
@@ -127,20 +109,18 @@ class _Bench:
         self.left_out: list[str] = []
 
     def run(self, deadline: float) -> None:
-        """Measure the products with the chosen tiles, then those with other tiles, then quantized weights."""
-        parts = (("chosen", ("bf16",), False), ("tiles", ("bf16",), True), ("quantized", _QUANTIZED, False))
-        for part, kinds, has_tiles in parts:
+        """Measure the products, first those of dense weights."""
+        for part, kinds in (("chosen", ("bf16",)), ("quantized", _QUANTIZED)):
             if perf_counter() > deadline - _COMPILE_SECONDS:
                 self.left_out.append(part)
                 continue
-            self._compile(list(self._calls(kinds, has_tiles)))
+            self._compile(list(self._calls(kinds)))
             for name, shape in self._shapes.items():
                 for kind in kinds:
                     if perf_counter() > deadline:
                         self.left_out.append(f"{name} {kind} {part}")
                         continue
-                    measure = self._compare if has_tiles else self._product
-                    self.products.setdefault(name, {}).setdefault(part, {})[kind] = measure(shape, kind)
+                    self.products.setdefault(name, {}).setdefault(part, {})[kind] = self._product(shape, kind)
 
     def _compile(self, calls: list[tuple[torch.Tensor, torch.Tensor | QuantizedWeight, dict[str, Any]]]) -> None:
         """Compile the kernels of some calls at the same time."""
@@ -155,7 +135,7 @@ class _Bench:
         self.compiled.append({"calls": len(calls), "seconds": perf_counter() - began})
 
     def _calls(
-        self, kinds: Sequence[str], has_tiles: bool
+        self, kinds: Sequence[str]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor | QuantizedWeight, dict[str, Any]]]:
         """Yield the arguments of the products, with few inputs: their number is no part of a kernel."""
         for shape in sorted({shape._replace(inputs=256) for shape in self._shapes.values()}):
@@ -163,8 +143,7 @@ class _Bench:
             for kind in kinds:
                 weight = self._weight(shape, kind)
                 for rows in self._rows if kind == "bf16" else self._quantized_rows:
-                    for tile in _TILES[rows] if has_tiles else (None,):
-                        yield inputs.x[:rows], weight, {**inputs.options(slice(rows)), "tile": tile}
+                    yield inputs.x[:rows], weight, inputs.options(slice(rows))
 
     def _product(self, shape: Shape, kind: str) -> dict[str, Any]:
         """Return the figures of a shape in one kind, by rows."""
@@ -184,30 +163,6 @@ class _Bench:
                 figure["cublas_us"] = self._time([partial(functional.linear, inputs.x[first], each) for each in copies])
             figures["rows"][rows] = figure
         figures["relative_error"] = _error(shape, inputs, weight, whole)
-        return figures
-
-    def _compare(self, shape: Shape, kind: str) -> dict[str, Any]:
-        """Return the figures of each tile, by rows."""
-        weight = self._weight(shape, kind)
-        inputs = self._inputs(shape)
-        copies = self._copies(weight)
-        limit = 1e6 * weight.nbytes / self.rate
-        alone = linear(inputs.x[:1], weight, **inputs.options(slice(1)))
-        figures: dict[str, Any] = {}
-        for rows in self._rows:
-            first = slice(rows)
-            figures[str(rows)] = {}
-            for tile in _TILES[rows]:
-                label = (
-                    f"{tile.outputs} outputs x {tile.rows} rows, {tile.warps} warps, {tile.stages} stages, {tile.form}"
-                )
-                options = {**inputs.options(first), "tile": tile}
-                try:
-                    equal = torch.equal(linear(inputs.x[first], weight, **options)[:1], alone)
-                    us = self._time([partial(linear, inputs.x[first], each, **options) for each in copies])
-                    figures[str(rows)][label] = {"us": us, "share": limit / us, "equal": equal}
-                except Exception as error:  # a tile may need more than the GPU has
-                    figures[str(rows)][label] = {"error": str(error)[:200]}
         return figures
 
     def _copies(self, weight: torch.Tensor | QuantizedWeight) -> list[torch.Tensor | QuantizedWeight]:
@@ -231,6 +186,8 @@ class _Bench:
         dense = self._random(shape.outputs, shape.inputs) / shape.inputs**0.5
         if kind == "bf16":
             return dense
+        if kind in _GGUF:
+            return self._gguf(shape, *_GGUF[kind])
         if kind.startswith("int"):
             return quantize(dense, int(kind[3:]))
         if kind == "fp8":
@@ -239,6 +196,21 @@ class _Bench:
             return from_fp8(Fp8(values=values, scale=scale, block=(1, shape.inputs)))
         blocks = self._random(-(-shape.outputs // 128), shape.inputs // 128).abs()
         return from_fp8(Fp8(values=dense.to(torch.float8_e4m3fn), scale=blocks, block=(128, 128)))
+
+    def _gguf(self, shape: Shape, bits: int, group: int) -> QuantizedWeight:
+        """Return random bytes in the form of a type of GGUF. Types of 4 bits have a minimum."""
+        outputs, inputs = shape.outputs, shape.inputs
+        tables = {"values": (outputs, inputs * bits // 8), "scale": (inputs // group, outputs)}
+        if bits == 4:
+            tables["zero"] = tables["scale"]
+        made = {
+            name: torch.randint(0, 64, size, device=self._device, dtype=torch.uint8) for name, size in tables.items()
+        }
+        factor = self._random(inputs // 256 * (len(tables) - 1), outputs).half() / (256 * inputs**0.5)
+        made["scale"] = made["scale"].view(torch.int8)
+        return QuantizedWeight(
+            kind=f"int{bits}", shape=torch.Size((outputs, inputs)), group=group, factor=factor, **made
+        )
 
     def _time(self, calls: list[Callable[[], object]]) -> float:
         """Return the microseconds of a call, from a CUDA graph of all."""

@@ -30,7 +30,6 @@ def merge_config(options: Mapping[str, Any], file: str, *, given: Collection[str
 
 
 def _read_settings(file: str) -> dict[str, Any] | None:
-    """Return the settings of a file, or None if it is not a file of settings."""
     try:
         document = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError):  # the reader of advice reports it

@@ -8,18 +8,12 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from outrider.core.packages import added, load_added
+from outrider.core.validation import expected
 from outrider.errors import OutriderError
 from outrider.runtime.bar import shown_on_stderr
 
 # The exceptions of click, or of the copy of click in newer releases of typer.
 _exceptions: Any = import_module(typer.BadParameter.__module__)
-# By the type of pydantic's error: what an option takes.
-_EXPECTED = {
-    "greater_than_equal": "a number of at least {ge:.15g}",
-    "less_than_equal": "a number of at most {le:.15g}",
-    "int_parsing": "a whole number",
-    "float_parsing": "a number",
-}
 
 
 class Commands(TyperGroup):
@@ -80,11 +74,11 @@ def _value_mistake(error: Any) -> str | None:
     if error.__cause__ is None or not hasattr(error.__cause__, "errors"):
         return None
     details = error.__cause__.errors()[0]
-    expected = _EXPECTED.get(details["type"])
-    if expected is None:
+    fix = expected(details)
+    if fix is None:
         return None
     value = repr(details["input"]) if details["type"].endswith("parsing") else str(details["input"]).strip()
-    return f"{_name(error)} is {value}; use {expected.format(**details.get('ctx', {}))}"
+    return f"{_name(error)} is {value}; use {fix}"
 
 
 def _name(error: Any) -> str:

@@ -27,6 +27,7 @@ from outrider.runtime.report.console import count_text
 from outrider.serve.speech.formats import to_verbose_document
 from outrider.serve.speech.transcript import Transcript
 
+_POSITIONS = 8  # whose acceptance is printed; the JSON document has all
 _DRAFT, _TARGET = Style(color="cyan"), Style(color="yellow", bold=True)
 
 
@@ -74,7 +75,6 @@ class Painter:
         self._last_char = ""
 
     def _colored(self, text: str, tokens: Sequence[int], from_draft: Sequence[bool]) -> str:
-        """Return the text with the colors of its tokens."""
         for token, is_draft in zip(tokens, from_draft, strict=True):
             before = len(self._stream.text)
             self._stream.add_token(token)
@@ -174,7 +174,7 @@ def _summary(outcome: Outcome) -> list[str]:
     tokens = sum(len(completion.token_ids) for completion in outcome.completions)
     speed = f"{outcome.speed.rate:.0f} tokens/s" if outcome.speed.rate else "too short to time"
     first = "" if outcome.first is None else f"the first after {1e3 * outcome.first:.0f} ms, then "
-    rates = " ".join(f"{rate:.0%}" for rate in stats.acceptance)
+    rates = " ".join(f"{rate:.0%}" for rate in stats.acceptance[:_POSITIONS])
     lines = [
         f"{count_text(tokens, 'token')} in {outcome.seconds:.2f} s: {first}{speed}",
         f"tau {stats.tau:.2f} tokens per pass" + (f"; accepted by position {rates}" if rates else ""),
@@ -206,7 +206,6 @@ def _exactness(stats: Stats) -> str:
 
 
 def _logprobs(completion: Completion, llm: LLM) -> Table:
-    """Return the table of log-probabilities of a completion."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("token", "log p", "as sampled", "likeliest"):
         table.add_column(name, justify="left" if name in ("token", "likeliest") else "right")

@@ -31,6 +31,7 @@ from outrider.models.torch.speech.wav import read_wav
 from outrider.runtime.ranks import current, of_first_rank
 
 _COULD_CHAT = "this completed plain text, and the model has a chat template; add --chat to chat with it"
+_LONG_CHAT = "the prompt has the conversation so far; leave with an empty line, and start a new one"
 
 
 def load(config: EngineConfig) -> LLM:
@@ -119,6 +120,8 @@ class _Conversation:
                     raise
                 print_mistake(str(error))
                 self.messages.pop()
+                if self.chat and any(message["role"] == "assistant" for message in self.messages):
+                    self.output.note(_LONG_CHAT)
                 succeeded = False
         return succeeded
 
@@ -165,7 +168,6 @@ def _check_transcript(prompt: str | None, reason: str) -> None:
 
 
 def _source_for(llm: LLM, given: GivenSource | None) -> Source | None:
-    """Return the source for a target, or None if none is given."""
     rules = llm.parts.source_rules
     speech = rules is not None and rules.speech is not None
     if given is None and speech:

@@ -70,7 +70,6 @@ class SamplingOptions:
 
 
 def _parse_bias(entries: list[str] | None) -> dict[int, float]:
-    """Return the bias by token id."""
     bias: dict[int, float] = {}
     for entry in entries or ():
         name, _, value = entry.partition("=")

@@ -154,7 +154,6 @@ class EngineConfig:
         object.__setattr__(self, "speculative_config", None)  # so that a copy of the record is valid
 
     def _check_limits(self) -> None:
-        """Check the numbers of sequences, tokens, threads, milliseconds and gigabytes."""
         _check_count("max_num_seqs", self.max_num_seqs)
         _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
         for name in ("max_model_len", "draft_window", "draft_candidates"):

@@ -131,13 +131,11 @@ def _mark(conversation: Sequence[_Message]) -> tuple[list[_Message], list[_Mark]
 
 
 def _mark_part(part: Any, mark: Any) -> Any:
-    """Return a part of a content with a mark as its text."""
     is_text = isinstance(part, dict) and isinstance(part.get("text"), str) and part["text"].strip()
     return part | {"text": mark()} if is_text else part
 
 
 def _mark_call(call: Any, mark: Any) -> Any:
-    """Return a function call with marks as its name and its arguments."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call

@@ -93,8 +93,9 @@ def read_json(line: str, where: str) -> Any:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
+        reason = error.msg.removesuffix(" at")
         raise OutriderError(
-            f"{where}: not JSON ({error.msg} at column {error.colno}); write one JSON object per line"
+            f"{where}: not JSON ({reason} at column {error.colno}); write one JSON object per line"
         ) from error
     except (ValueError, RecursionError) as error:  # a number with thousands of digits, or very deep nesting
         raise OutriderError(f"{where}: JSON that cannot be read ({error}); remove the line") from error

@@ -101,7 +101,6 @@ class Stats:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all rounds."""
         return self.draft_seconds + self.target_seconds + self.host_seconds
 
     def as_dict(self) -> dict[str, Any]:

@@ -19,7 +19,6 @@ class SingleTokens:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Read a tokenizer of transformers."""
         self.special = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._tokenizer = tokenizer
         self._alphabet = _byte_level_alphabet() if _is_byte_level(tokenizer) else {}

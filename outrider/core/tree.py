@@ -99,14 +99,12 @@ def one_hot_tree(
 @lru_cache(1024)
 @torch.inference_mode(False)
 def _chain_parents(batch_size: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return the parents [batch_size, size] of chains."""
     return torch.arange(-1, size - 1, device=device).repeat(batch_size, 1)
 
 
 @lru_cache(1024)
 @torch.inference_mode(False)
 def _one_hot_kinds(batch_size: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return DraftKind.ONE_HOT for [batch_size, size] nodes."""
     return torch.full((batch_size, size), int(DraftKind.ONE_HOT), device=device)
 
 

@@ -76,7 +76,6 @@ class EngineParts:
 
     @property
     def target(self) -> Target:
-        """The target."""
         return self.setup.target
 
     @property

@@ -252,7 +252,6 @@ class TextCodec:
         return f"token id {first} is not in the vocabulary of {self.vocab}; {hint}"
 
     def _check_speech(self, language: str | None, task: str | None) -> None:
-        """Check that a language and a task are for a speech model."""
         if self.speech_rules is None and (name := _first_given(language=language, task=task)):
             raise OutriderError(f"{name} is for speech models, and this target is none; leave it out")
 
@@ -268,7 +267,6 @@ class TextCodec:
 
 
 def _first_given(**arguments: str | None) -> str | None:
-    """Return the name of the first argument that is not None."""
     return next((name for name, value in arguments.items() if value is not None), None)
 
 

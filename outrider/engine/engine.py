@@ -213,7 +213,6 @@ class Engine:
         return seconds
 
     def _propose(self, batch: Batch, timer: RoundTimer) -> Draft:
-        """Return the draft of the proposer."""
         with timer.drafting:
             draft = self._proposer.propose(batch)
         check_budget(batch, draft)
@@ -225,13 +224,11 @@ class Engine:
         return draft
 
     def _verify(self, batch: Batch, constrained: ConstrainedDraft, timer: RoundTimer) -> Round:
-        """Score the draft, verify it and read the result."""
         with timer.scoring:
             scores = self._target.score(batch, constrained.draft)
         return self._verification.verify(batch, constrained, scores)
 
     def _commit(self, round: Round) -> None:
-        """Commit the accepted tokens to the cache, the proposer and the scheduler."""
         self._committing = True
         self._target.cache.commit(round)
         self._proposer.commit(round)
@@ -291,14 +288,12 @@ class Engine:
         return (self._expert_counter and self._expert_counter.touched_experts()) or 0.0
 
     def _end(self, seq: SequenceState, error: Exception) -> None:
-        """End a sequence with an error."""
         self._scheduler.abort(seq.request.id)
         seq.finish_reason = FinishReason.ERROR
         seq.error = f"the engine failed: {error}"
         self._release(seq.slot)
 
     def _admit(self) -> None:
-        """Give free slots to waiting requests."""
         self._refused = []
         for seq in self._scheduler.admit(self._target.cache):
             if seq.finish_reason:

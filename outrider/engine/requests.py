@@ -151,7 +151,6 @@ class RequestMaker:
             )
 
     def _grammar_of(self, params: SamplingParams) -> Grammar | None:
-        """Return the compiled constraint of a request; None if it has none."""
         if params.constraint is None:
             return None
         try:
@@ -163,7 +162,7 @@ class RequestMaker:
 def _choice(what: str, name: str | None, known: Sequence[str]) -> int | None:
     """Return the index of a name that a request has chosen, or None if it leaves the choice to the engine."""
     if name is not None and name not in known:
-        raise InvalidParam(what, f"{what} {name!r} is not available; use {' or '.join(known)}, or leave {what} out")
+        raise InvalidParam(what, f"{what} {name!r} is not available; use {', '.join(known)}, or leave {what} out")
     return None if name is None else known.index(name)
 
 

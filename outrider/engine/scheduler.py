@@ -151,7 +151,6 @@ class Scheduler:
         return [self._suspend_last() for _ in range(len(self._running))]
 
     def record_round(self, batch: Batch, seconds: float) -> None:
-        """Record the duration of a round."""
         self._prefill_budget.learn(sum(len(feed) for feed in batch.feed if len(feed) > 1), seconds)
 
     def commit(self, round: Round) -> list[SequenceState]:

@@ -42,5 +42,4 @@ def _glibc() -> Any:
 
 
 def _resident_bytes() -> int:
-    """Return the resident memory of the process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -157,7 +157,6 @@ def _memory() -> int | None:
 
 
 def _cpu() -> str:
-    """Return the name of the CPU."""
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())

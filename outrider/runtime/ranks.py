@@ -78,7 +78,6 @@ class Ranks:
         return self.rank == 0
 
     def share(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Return the values of rank 0."""
         tensor = torch.tensor(values, dtype=torch.float64)
         distributed.broadcast(tensor, 0, group=self._control)
         return tuple(tensor.tolist())

@@ -30,7 +30,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._write("0")
         self._thread.start()
 

@@ -67,7 +67,6 @@ class ApiKey:
 
     @classmethod
     def of(cls, key: str, *, name: str = "", tokens_per_minute: float | None = None) -> ApiKey:
-        """Return the record of a key."""
         quota = None if tokens_per_minute is None else Quota(tokens_per_minute)
         return cls(name=name, digest=digest_of(key.encode()), quota=quota)
 

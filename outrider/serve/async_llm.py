@@ -146,7 +146,8 @@ class AsyncLLM:
     def stop(self) -> None:
         """Stop the engine thread, end all requests, and write the plan file, if there is one."""
         self._stopping = True
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self._llm.try_save_plan()
 
     def submit(

@@ -192,10 +192,11 @@ class RequestHandler:
             tokens = await self._encode_chat(body, turns, template_tools, options)
         continued = body.messages[-1].text() if body.continue_final_message else ""
         reasoning = reasoning_of(template, self._async_llm.codec.decode(tokens[-_PROMPT_END:]), continued)
-        calls = (trained or HERMES) if tools else None
-        return _ChatPrompt(
-            tokens, tools, OutputForm(calls=calls, functions=tools.schemas if tools else {}, reasoning=reasoning)
-        )
+        if tools is None:
+            return _ChatPrompt(tokens, None, OutputForm(reasoning=reasoning))
+        calls = trained or HERMES
+        form = OutputForm(calls=calls, functions=tools.schemas, required=tools.required, reasoning=reasoning)
+        return _ChatPrompt(tokens, tools, form)
 
     async def _encode_chat(
         self,
@@ -468,12 +469,10 @@ def _score(tokens: Sequence[int], top: int, llm: LLM) -> tuple[TokenLogprobs, ..
 
 
 async def _last_chunks(streams: Sequence[RequestStream], log_entry: Entry) -> list[StreamChunk]:
-    """Return the last chunk of each completion."""
     return await asyncio.gather(*(_last_chunk(stream, log_entry) for stream in streams))
 
 
 async def _last_chunk(stream: RequestStream, log_entry: Entry) -> StreamChunk:
-    """Return the last chunk of a completion."""
     async for chunks in stream.chunks():
         for chunk in chunks:
             log_entry.add_tokens(len(chunk.tokens))

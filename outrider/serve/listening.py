@@ -35,11 +35,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def listen(sockets: Sequence[socket.socket], host: str) -> None:
-    """Start to listen on sockets that are bound.
-
-    Raises:
-        OutriderError: another process listens on the port.
-    """
+    """Start to listen on sockets that are bound. Raises OutriderError if another process listens on the port."""
     for each in sockets:
         try:
             each.listen(_BACKLOG)

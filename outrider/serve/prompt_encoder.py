@@ -26,7 +26,6 @@ class PromptEncoder:
         self._audio_lock = asyncio.Lock()  # one recording at a time, because long ones take memory
 
     async def encode(self, prompt: Prompt) -> _Tokens:
-        """Return the tokens of a prompt."""
         return await self._encode(lambda codec: codec.encode(prompt), _num_chars(prompt))
 
     async def encode_with_source(self, prompt: Prompt | None, source: Prompt | None) -> EncodedPrompt:

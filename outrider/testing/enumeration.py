@@ -334,7 +334,6 @@ class _Emitted:
 
 
 def _emitted(cases: _Cases, verdict: Verdict, p: torch.Tensor) -> _Emitted:
-    """Read the verdicts of all cases."""
     instance = cases.instance
     rows, size = cases.tokens.shape
     last = torch.full((rows,), -1)

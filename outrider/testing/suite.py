@@ -160,7 +160,6 @@ def _expect_equal(
     two: tuple[list[tuple[int, int, int]], torch.Tensor | None],
     message: str,
 ) -> None:
-    """Expect that two results of `FuzzedRun.propose_after` are equal."""
     expect(one[0] == two[0], f"{message}: {one[0]} and {two[0]}")
     if one[1] is not None and two[1] is not None:
         expect(torch.allclose(one[1], two[1], atol=1e-5), message)

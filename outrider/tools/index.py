@@ -269,7 +269,6 @@ def _pieces(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _join(documents: Sequence[Tokens], vocab: int) -> Numbers:
-    """Return the tokens of all documents with separators."""
     size = sum(map(len, documents)) + len(documents)
     if not documents:
         raise OutriderError("the files are empty; give files with text")
@@ -284,8 +283,8 @@ def _show(summary: Mapping[str, Any], console: Console) -> None:
     """Print the summary. Paths are printed without wrapping and markup."""
     empty = f", {summary['empty']} of them empty" if summary["empty"] else ""
     text = (
-        f"{summary['files']:,} files{empty}: {summary['documents']:,} documents, {summary['tokens']:,} tokens in"
-        f" {summary['seconds']:.1f} s; {summary['bytes'] / 1e6:.1f} MB in {summary['datastore']}"
+        f"files: {summary['files']:,}{empty}, documents: {summary['documents']:,}, tokens: {summary['tokens']:,},"
+        f" in {summary['seconds']:.1f} s; {summary['bytes'] / 1e6:.1f} MB in {summary['datastore']}"
     )
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(

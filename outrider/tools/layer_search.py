@@ -263,5 +263,4 @@ def _objective(figures: Figures | None) -> float:
 
 
 def _without(kept: Sequence[int], layer: int) -> tuple[int, ...]:
-    """Return the layers without one of them."""
     return tuple(other for other in kept if other != layer)

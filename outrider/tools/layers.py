@@ -63,7 +63,6 @@ def run_layers(settings: LayersSettings) -> dict[str, Any]:
 
 
 def _entry(searched: Figures, held_out: Figures, timing: Timing) -> dict[str, Any]:
-    """Return the entry of a set of layers in the document."""
     return {
         **asdict(held_out),
         "speedup": held_out.speedup,

@@ -13,10 +13,7 @@ from outrider.train.trainer import STATE
 
 
 def train(kind: str, settings: Settings, *, as_json: bool) -> None:
-    """Train, and print the results.
-
-    In a distributed training only the process of rank 0 prints.
-    """
+    """Train, and print the results. In a distributed training only the process of rank 0 prints."""
     document, _ = Training(kind, settings).run()
     if not rank():
         print_document(document, show, as_json=as_json)

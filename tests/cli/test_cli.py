@@ -521,6 +521,12 @@ def test_prompt_that_does_not_fit_keeps_the_conversation(monkeypatch, capsys):
     assert [message["content"] for message in chat.messages[-1]][::2] == ["one", "two"]
 
 
+def test_chat_that_fills_the_context_says_to_start_a_new_one(monkeypatch, capsys):
+    chat = FakeChat(monkeypatch, "x " * 300, "one", "two", context=32)
+    assert not chat.run(SamplingParams(max_tokens=32, ignore_eos=True))
+    assert capsys.readouterr().err.count("start a new one") == 1, "only where there is a conversation"
+
+
 def test_system_needs_chat():
     result = invoke("run", *SMALL, "--system", "Be brief.", "x")
     assert (result.exit_code, "add --chat" in result.stderr) == (2, True)

@@ -55,7 +55,7 @@ def test_recorded_passes_equal_eager_ones(name, shelf, monkeypatch):
         # In bfloat16, rounding can choose other experts. `Graphs` compares its passes itself.
         compare(recorded, eager, tolerance=TOLERANCE if dtype == "float32" else torch.inf)
     if tiny.TABLE[name].graphs and name not in SYNCHRONIZES:
-        assert recorded.graphs._enabled
+        assert recorded.graphs.enabled
         assert recorded.graphs.buckets()
 
 
@@ -69,7 +69,7 @@ def test_compiled_passes_equal_eager_ones(name, shelf):
         recorded.graphs.warm(rows=2, length=64, columns=(1, 8), steps=(6,), compiled=True)
     assert recorded.graphs.compiled
     compare(recorded, eager, tolerance=TOLERANCE)
-    assert recorded.graphs._enabled
+    assert recorded.graphs.enabled
     assert recorded.graph_bytes() > 0
 
 

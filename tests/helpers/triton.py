@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,10 +98,11 @@ def recorded(*modules: ModuleType) -> Iterator[list[Launch]]:
 def interpreted(*modules: ModuleType) -> Iterator[None]:
     """Run the kernels of `modules` in Triton's interpreter, on CPU tensors, while the context is open.
 
-    The modules keep their compiled form afterwards: `build` works before, after and beside it, outside the context.
+    Those of the modules that they import from run there as well. The modules keep their compiled form afterwards:
+    `build` works before, after and beside it, outside the context.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module in (language, standard, *modules):
+        for module in _with_imported(language, standard, *modules):
             for name, value in list(vars(module).items()):
                 if isinstance(value, runtime.JITFunction):
                     patch.setattr(module, name, interpreter.InterpretedFunction(value.fn))
@@ -109,6 +111,19 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
         patch.setattr(triton.knobs.runtime, "interpret", True)
         patch.setattr(interpreter, "_patch_lang", _patch_once(patch))
         yield
+
+
+def _with_imported(*modules: ModuleType) -> list[ModuleType]:
+    """Return modules, and those whose kernels or functions they import, without the packages of others."""
+    found = dict.fromkeys(modules)
+    waiting = list(modules)
+    while waiting:
+        for value in vars(waiting.pop()).values():
+            owner = sys.modules.get(getattr(getattr(value, "fn", value), "__module__", None) or "")
+            if owner not in found and owner and owner.__name__.startswith("outrider.models.triton."):
+                found[owner] = None
+                waiting.append(owner)
+    return list(found)
 
 
 def _patch_once(patch):

@@ -15,8 +15,13 @@ def use(patch):
     patch.setattr(prompt_products, "linear", linear)
     patch.setattr(prompt_products, "many_rows", linear)
     patch.setattr(layers, "rotate_and_write", rotate_and_write)
-    for function in (linear, rms_norm, rotate_and_write, attend, attend_prompt):
+    for function in (embed, linear, rms_norm, rotate_and_write, attend, attend_prompt):
         patch.setattr(decoder, function.__name__, function)
+
+
+def embed(tokens, table, dtype):
+    matrix = table if isinstance(table, torch.Tensor) else table.dequantize()
+    return matrix.to(dtype)[tokens.clamp(0, len(matrix) - 1)]
 
 
 def linear(x, weight, *, norm=None, residual=None, gate="", bias=None, out_dtype=None):

@@ -38,6 +38,25 @@ class Numbers:
         cache.append(latent)
 
 
+class Watched:
+    """A generator that shows its cache, and the latents in it."""
+
+    def __init__(self, generator) -> None:
+        self.generator = generator
+        self.blocks = generator.blocks
+        self.latent_shape = generator.latent_shape
+        self.generate = generator.generate
+
+    def open(self, prompt):
+        self.cache = self.generator.open(prompt)
+        self.committed = []
+        return self.cache
+
+    def commit(self, latent, cache):
+        self.generator.commit(latent, cache)
+        self.committed.append(latent)
+
+
 class Adder:
     """A decoder whose content is the sum of all latents so far: a wrong state would show."""
 

@@ -14,7 +14,7 @@ from outrider.media.models.scorer import MatchScorer, stack_frames
 from outrider.media.models.transformer import CLEAN
 from outrider.media.models.vae import StreamingDecoder
 from recipes.media.generators import teacher_forced
-from tests.media.made_up import CAPTION, VIDEO, networks, write_models
+from tests.media.made_up import CAPTION, VIDEO, Watched, networks, write_models
 
 NETWORKS = networks()
 
@@ -73,12 +73,13 @@ def test_commits_give_the_cache_of_a_full_pass(network):
 @pytest.mark.parametrize("eager", [False, True])
 def test_accepted_blocks_give_the_cache_of_a_full_pass(tmp_path, eager):
     models = load_models(write_models(tmp_path), eager_commits=eager)
-    run = models.engine.stream(CAPTION, QualityGate(0.0), seed=3)
-    latents = [block.latent for block in run]
-    run._target.catch_up()
-    assert_cache(run._target._cache, models.engine.target.network, latents, CAPTION)
-    run._drafter.catch_up()
-    assert_cache(run._drafter._cache, models.engine.drafter.network, latents, CAPTION)
+    models.engine.target = Watched(models.engine.target)
+    models.engine.drafter = Watched(models.engine.drafter)
+    latents = [block.latent for block in models.engine.stream(CAPTION, QualityGate(0.0), seed=3)]
+    for watched in (models.engine.target, models.engine.drafter):
+        count = len(watched.committed)
+        assert count == len(latents) if eager else count < len(latents)
+        assert_cache(watched.cache, watched.generator.network, latents[:count], CAPTION)
 
 
 def test_generating_leaves_the_cache_as_it_is():

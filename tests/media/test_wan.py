@@ -11,7 +11,7 @@ from outrider.media import MediaEngine, QualityGate  # noqa: E402
 from outrider.media.engine import block_noise  # noqa: E402
 from outrider.media.wan import SELF_FORCING_STEPS, WanBlockGenerator, WanStreamDecoder  # noqa: E402
 from outrider.media.wan.attention import rotate  # noqa: E402
-from tests.media.made_up import Scores  # noqa: E402
+from tests.media.made_up import Scores, Watched  # noqa: E402
 
 FRAMES, CHANNELS, SIZE, BLOCKS, TEXT = 3, 16, 4, 4, 12
 
@@ -158,15 +158,16 @@ def test_restoring_the_decoder_leaves_no_trace(vae):
 
 
 def test_the_engine_routes_wan_blocks(vae):
-    target, drafter = generator(), generator(transformer(layers=1, seed=3))
+    target, drafter = Watched(generator()), generator(transformer(layers=1, seed=3))
     engine = MediaEngine(target, drafter, WanStreamDecoder(vae), Scores([0.9], [0.1]))
-    run = engine.stream("a cat", QualityGate(0.5), blocks=3)
-    blocks = list(run)
+    blocks = list(engine.stream("a cat", QualityGate(0.5), blocks=3))
     assert [block.maker.value for block in blocks] == ["target", "drafter", "target"]
     assert [len(block.content) for block in blocks] == [9, 12, 12]
-    run._target.catch_up()
-    expected = full_pass(target, [block.latent for block in blocks], "a cat")
-    for number, block in enumerate(run._target._cache.blocks.blocks()):
+    committed = target.committed
+    assert len(committed) == 2
+    assert all(map(torch.equal, committed, [block.latent for block in blocks]))
+    expected = full_pass(target.generator, committed, "a cat")
+    for number, block in enumerate(target.cache.blocks.blocks()):
         for layer, (keys, values) in enumerate(block):
             assert torch.equal(keys, expected[layer][number][0])
             assert torch.equal(values, expected[layer][number][1])

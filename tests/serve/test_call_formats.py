@@ -106,6 +106,16 @@ def test_calls_of_each_format_are_parsed_from_every_split(name):
     assert all(parse(format, [text[:i], text[i:]]) == expected for i in range(len(text)))
 
 
+@pytest.mark.parametrize("name", [*CASES, *PARAMS])
+def test_required_call_that_is_cut_has_no_content(name):
+    """A marker that the end of the output has cut is no text of the answer."""
+    template, content, text = (CASES | PARAMS)[name]
+    format = format_of(template)
+    for end in range(1, len(text.removeprefix(content))):
+        parser = ToolCallParser(format, FUNCTIONS, required=True)
+        assert not any("content" in delta for delta in parser.add_text(text.removeprefix(content)[:end], last=True))
+
+
 @pytest.fixture(scope="module")
 def codec():
     with serving() as (_, async_llm):

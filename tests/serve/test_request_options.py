@@ -76,7 +76,7 @@ def test_error_of_unknown_option_lists_valid_ones(switching_server):
     url, _ = switching_server
     for fields, message in (
         ({"proposer": "oracle"}, "use ngram or recycle"),
-        ({"verifier": "block"}, "use walk or coupled or siblings or traversal"),  # recycle makes trees
+        ({"verifier": "block"}, "use walk, coupled, siblings, traversal"),  # recycle makes trees
         ({"verifier": "typical"}, "use walk"),
     ):
         response = httpx.post(url, json={"prompt": "x", **fields})

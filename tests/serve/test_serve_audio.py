@@ -101,8 +101,8 @@ INVALID = {
     "no audio": ({"wav": b"text"}, "file", "a.wav is no WAV file of PCM samples"),
     "unknown language": ({"language": "xx"}, "language", "language 'xx' is unknown to this model"),
     "unknown task": ({"task": "sing"}, "task", "task 'sing' is unknown to this model"),
-    "format": ({"response_format": "xml"}, "response_format", "Input should be 'json', 'text', 'srt'"),
-    "stream": ({"stream": "true"}, "stream", "Input should be"),
+    "format": ({"response_format": "xml"}, "response_format", "use 'json', 'text', 'srt'"),
+    "stream": ({"stream": "true"}, "stream", "use "),
     "temperature": ({"temperature": "-1"}, "temperature", "greater than or equal to 0"),
     "unknown field": ({"logprobs": "1"}, "logprobs", "logprobs is no field of this route; leave it out"),
     "words": (

@@ -175,7 +175,7 @@ def test_command_after_stop_is_answered():
     async def submit_and_stop():
         encoded = async_llm.codec.encode_with_source(PROMPT, None)
         (stream,) = async_llm.submit(encoded, SamplingParams(max_tokens=5), StreamContent.END)
-        async_llm._stopping = True  # before the thread has read the command
+        async_llm.stop()  # before the thread has read the command
         async_llm.start()
         async for chunks in stream.chunks():
             assert "stopped before" in chunks[-1].error

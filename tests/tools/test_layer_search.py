@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -133,7 +134,9 @@ def test_search_stops_after_max_trials(llm):
 def test_draft_cost_is_a_share_of_a_pass(llm):
     texts = [Text(prompt=(1, 2, 3), tokens=(4, 5, 6))]
     search = make_search(llm, texts)
-    costs = [search._figures(tuple(range(count)), texts, ks=(1,)).cost for count in range(1, tiny.LAYERS + 1)]
+    found = search.best_exit()
+    prefixes = [tuple(range(count)) for count in range(1, tiny.LAYERS + 1)]
+    costs = [search.report(replace(found, layers=layers), texts).cost for layers in prefixes]
     assert costs == sorted(costs)
     assert costs[-1] == pytest.approx(1)
     assert costs[0] > 1 / tiny.LAYERS  # a pass also reads the output layer

@@ -14,10 +14,9 @@ from outrider.testing.enumeration import Case, Instance, prove, round_distributi
 from outrider.verify import rules
 from outrider.verify.relaxed.bins import bins
 from outrider.verify.relaxed.blend import blend
-from outrider.verify.relaxed.groups import OverlappingGroups, Partition
+from outrider.verify.relaxed.groups import OverlappingGroups, Partition, pcg
 from outrider.verify.relaxed.gsd import gsd
 from outrider.verify.relaxed.lantern import lantern, pool
-from outrider.verify.relaxed.pcg import pcg
 from tests.helpers import unbounded_verifiers
 
 CPU = torch.device("cpu")

@@ -81,11 +81,7 @@ class Drafter:
     _planner: _StepPlanner = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make the proposer.
-
-        Raises:
-            OutriderError: it cannot be made, or needs hidden states.
-        """
+        """Make the proposer. Raises OutriderError if it cannot be made, or needs hidden states."""
         setup = ProposerSetup(
             target=cast(Any, None),  # lookups do not read it
             vocab=self.host.vocab,
@@ -178,7 +174,6 @@ class Drafter:
         self._free.append(seq.slot)
 
     def _draft(self, seqs: tuple[SequenceState, ...], keys: tuple[Hashable, ...], now: float) -> Draft:
-        """Draft for the next step."""
         budget = tuple(max(min(self.host.most, self.host.context - len(seq.token_ids) - 1), 0) for seq in seqs)
         batch = Batch(
             seqs=seqs,

@@ -394,7 +394,6 @@ def _choose_known(
 
 
 def _choose_values(first: Sequence[T], second: Sequence[T], use_first: Sequence[bool]) -> tuple[T, ...]:
-    """Return for each sequence its first or second value."""
     return tuple(x if use else y for x, y, use in zip(first, second, use_first, strict=True))
 
 

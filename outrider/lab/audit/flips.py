@@ -88,7 +88,6 @@ class FlipResult:
 
     @property
     def flips_per_1000(self) -> float:
-        """Flips per 1000 tokens."""
         return 1e3 * len(self.flips) / self.tokens
 
     @property

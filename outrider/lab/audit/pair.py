@@ -154,7 +154,6 @@ class Pair:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the target."""
         return self._loaded.checkpoint.tokenizer
 
     @property

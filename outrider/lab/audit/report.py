@@ -55,7 +55,6 @@ def _replay_row(result: ReplayResult) -> Row:
 
 
 def _distribution_rows(result: DistributionResult) -> list[Row]:
-    """Return a row for each sampling test."""
     rows = []
     for test in result.tests:
         tokens = f"top_k {test.top_k}" if test.top_k else "all tokens"

@@ -33,11 +33,7 @@ class Sweep:
 
 
 def parse_sweep(option: str, text: str) -> tuple[int, ...]:
-    """Return the values of k in "k=0..12".
-
-    Raises:
-        OutriderError: `text` does not have this form.
-    """
+    """Return the values of k in "k=0..12". Raises OutriderError if `text` does not have this form."""
     axis, _, values = text.partition("=")
     if axis.strip() != "k":
         raise OutriderError(

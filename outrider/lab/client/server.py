@@ -176,7 +176,8 @@ def retries_text(count: int) -> str:
 
 
 def _unreachable(url: str, error: BaseException) -> OutriderError:
-    reason = str(error) or type(error).__name__
+    cause = getattr(error, "os_error", error)  # aiohttp's own text has the address as well
+    reason = getattr(cause, "strerror", None) or str(error) or type(error).__name__
     return OutriderError(f"{url} cannot be reached ({reason}); check the URL, and that the server runs")
 
 

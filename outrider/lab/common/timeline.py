@@ -63,7 +63,6 @@ class Timeline:
         return Stats.of_passes(passes, drafted=drafted, prompt=len(seq.request.prompt_token_ids), exact=self.exact)
 
     def speed(self) -> DecodeSpeed:
-        """Return the decoding speed."""
         return decode_speed(self.events)
 
     def token_gaps(self) -> tuple[float, ...]:

@@ -48,7 +48,6 @@ class Choice:
 
     @property
     def plain(self) -> bool:
-        """Whether this is plain decoding."""
         return self.proposer in ("", "none")
 
 

@@ -20,7 +20,6 @@ class Speed:
 
     @property
     def interval(self) -> str:
-        """The speedup and its interval."""
         return Estimate(value=self.speedup, low=self.low, high=self.high).text
 
 

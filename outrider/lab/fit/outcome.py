@@ -91,7 +91,6 @@ class Outcome:
 
     @property
     def _advised(self) -> Choice:
-        """The recommendation."""
         advice = self._measured.advice
         return Choice(proposer=advice.proposer, k=advice.k, draft_quantize=advice.draft_quantize)
 

@@ -39,7 +39,6 @@ def show(document: Document, console: Console) -> None:
 
 
 def _drafts(drafts: Sequence[DraftFigures]) -> Table:
-    """Return a table of the draft models of the first measurement."""
     table = new_table("Draft models of the first measurement: mean over the temperatures, and what a draft token takes")
     table.add_column("draft", overflow="fold")
     for name in ("weights", "memory", "ms per draft token", "tau", "acceptance", "k", "speedup"):

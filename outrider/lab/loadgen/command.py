@@ -78,7 +78,6 @@ def _load_both(settings: Settings) -> _Loaded:
 
 
 def _show(settings: Settings, figures: Figures, console: Console) -> None:
-    """Print the figures of one server."""
     console.print(_title(settings, settings.base_url), markup=False, highlight=False, soft_wrap=True)
     table = new_table("")
     table.add_column("ms")

@@ -32,7 +32,6 @@ class Figures:
 
     @classmethod
     def of(cls, settings: Settings, results: Sequence[RequestResult], seconds: float) -> Figures:
-        """Return the figures of the results of a load."""
         completed = [result for result in results if result.completed]
         num_good = sum(
             result.ttft <= settings.goodput_ttft and result.tpot <= settings.goodput_tpot for result in completed

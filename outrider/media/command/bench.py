@@ -56,7 +56,6 @@ class _Bench:
         self.first_block: float | None = None
 
     def measure(self) -> None:
-        """Run all outputs."""
         settings = self._settings
         scores = draft_scores(
             self._models.engine, self._prompts[:_PROMPTS_FOR_THRESHOLDS], aggregate=settings.aggregate
@@ -98,7 +97,6 @@ class _Bench:
             )
 
     def document(self) -> Document:
-        """Return the results for the JSON document."""
         return {
             "exact": False,
             "prompts": len(self._prompts),
@@ -119,7 +117,6 @@ class _Bench:
         }
 
     def show(self, document: Document, console: Console) -> None:
-        """Print the tables."""
         console.print(
             summary_table(f"Gates, {document['prompts']} prompts ([red]not exact[/red])", self.base + self.gates)
         )
@@ -134,7 +131,6 @@ class _Bench:
             console.print(f"the first block of the target alone brings {share} of the gate's gain", highlight=False)
 
     def plot(self, file: Path, document: Document) -> None:
-        """Write the plot."""
         strides = [each for each in self.controls if each.router.startswith("stride")]
         others = [each for each in self.controls if not each.router.startswith("stride")]
         groups: list[tuple[str, str, bool, list[Summary]]] = [

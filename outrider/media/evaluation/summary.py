@@ -86,7 +86,6 @@ def _summarize(trials: Sequence[Trial], base: Sequence[Trial], seed: int) -> Sum
 
 
 def _round_seconds(trials: Sequence[Trial]) -> list[float]:
-    """Return the seconds of each round."""
     totals: dict[int, float] = {}
     for trial in trials:
         totals[trial.round] = totals.get(trial.round, 0.0) + trial.seconds.total

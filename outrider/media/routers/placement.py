@@ -19,7 +19,6 @@ class _Placement:
         self.quality = quality
 
     def choose(self, position: Position) -> Choice:
-        """Return what to do for the next block."""
         return Choice.TARGET if self._by_target(position) else Choice.DRAFT
 
     def judge(self, scores: Tensor) -> Judgment:

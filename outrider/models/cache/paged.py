@@ -296,7 +296,6 @@ class PagedCache:
                 self._append_shared(slot, block)
 
     def _append_shared(self, slot: int, block: CachedBlock) -> None:
-        """Append a shared block to the block table of a slot."""
         table = self._tables[slot]
         self._table[slot * self._reach + len(table.shared)] = block.index
         table.shared.append(block)

@@ -205,12 +205,10 @@ class StaticCache:
         return [*self._keys.values(), *self._values.values(), *self._outputs.values()]
 
     def _set_sequences(self, batch: Batch) -> None:
-        """Record the sequence of each slot of the batch."""
         for seq in batch.seqs:
             self._seqs[seq.slot] = seq
 
     def _cached_tokens(self, slot: int) -> list[int]:
-        """Return the tokens whose keys and values are in a slot."""
         seq = self._seqs[slot]
         return self._finished[slot] if seq is None else seq.token_ids[: self._length[slot]]
 

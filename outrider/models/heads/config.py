@@ -22,7 +22,6 @@ class ConfigReader:
         return self._data.get(name) is not None
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return an integer."""
         return int(self._get(name, default, (int,)))
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -33,15 +32,12 @@ class ConfigReader:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a number."""
         return float(self._get(name, default, (int, float)))
 
     def boolean(self, name: str, default: bool | None = None) -> bool:
-        """Return a boolean."""
         return bool(self._get(name, default, (bool,)))
 
     def string(self, name: str, default: str | None = None) -> str:
-        """Return a string."""
         return str(self._get(name, default, (str,)))
 
     def strings(self, name: str) -> tuple[str, ...]:

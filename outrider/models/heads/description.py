@@ -374,13 +374,11 @@ def _body_problems(body: Body) -> dict[str, bool]:
 
 
 def _stack_problems(stack: ParallelHeads) -> dict[str, bool]:
-    """Return what may be wrong with parallel heads, and whether it is."""
     valid = 0 < stack.heads <= _MAX_COUNT and 0 < stack.layers <= _MAX_COUNT
     return {f"it has {stack.heads} heads with {stack.layers} blocks each": not valid}
 
 
 def _block_problems(description: HeadDescription, block: DraftBlock) -> dict[str, bool]:
-    """Return what may be wrong with a draft block, and whether it is."""
     return {
         "it fills in a block but has no decoder layers": description.body is None,
         "it fills in a block, so it cannot combine hidden states with embeddings": (
@@ -425,7 +423,6 @@ def _parts(block: DraftBlock) -> tuple[_Part, ...]:
 
 
 def _selector_problems(description: HeadDescription, block: DraftBlock) -> dict[str, bool]:
-    """Return what may be wrong with a candidate selector and its convolutions, and whether it is."""
     convolution = block.convolution
     selector = block.selector
     problems = {
@@ -448,7 +445,6 @@ def _selector_problems(description: HeadDescription, block: DraftBlock) -> dict[
 
 
 def _recurrence_problems(recurrence: Recurrence) -> dict[str, bool]:
-    """Return what may be wrong with a recurrent correction, and whether it is."""
     sizes = recurrence.state, recurrence.rank
     return {
         f"its recurrent correction has sizes of {sizes[0]}, {sizes[1]}": (
@@ -461,7 +457,6 @@ def _recurrence_problems(recurrence: Recurrence) -> dict[str, bool]:
 
 
 def _refiner_problems(refiner: Refiner) -> dict[str, bool]:
-    """Return what may be wrong with a causal refiner, and whether it is."""
     return {
         f"its causal refiner has sizes of {refiner.rank}, {refiner.ffn}": (
             not (0 < refiner.rank <= _MAX_WIDTH and 0 < refiner.ffn <= _MAX_WIDTH)
@@ -473,7 +468,6 @@ def _refiner_problems(refiner: Refiner) -> dict[str, bool]:
 
 
 def _shared_kv_problems(description: HeadDescription) -> dict[str, bool]:
-    """Return what may be wrong with shared keys and values, and whether it is."""
     body = description.body
     fusion = description.input_fusion
     shared = description.shared_kv
@@ -498,7 +492,6 @@ def _shared_kv_problems(description: HeadDescription) -> dict[str, bool]:
 
 
 def _centroid_problems(description: HeadDescription, centroids: Centroids) -> dict[str, bool]:
-    """Return what may be wrong with token clusters, and whether it is."""
     vocab = description.output_vocab
     return {
         "it has centroids, but only heads that share keys and values can have them": not description.shared_kv,
@@ -512,7 +505,6 @@ def _centroid_problems(description: HeadDescription, centroids: Centroids) -> di
 
 
 def _mask_problems(description: HeadDescription, masks: MaskTokens) -> dict[str, bool]:
-    """Return what may be wrong with mask tokens, and whether it is."""
     return {
         "it has mask tokens, so it must combine hidden states with embeddings and cannot fill in a block": (
             description.input_fusion is None or description.block is not None

@@ -78,7 +78,6 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return shards or [self._folder / name for name in _PICKLE_FILES if (self._folder / name).is_file()]
 
     def _open(self, file: Path) -> Mapping[str, Any]:
-        """Return the tensors of a file."""
         if file not in self._opened:
             is_safe = file.suffix == ".safetensors"
             self._opened[file] = MappedFiles(file, [file]) if is_safe else _unpickle(file)
@@ -103,7 +102,6 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_dense(value: Any) -> bool:
-    """Return whether `value` is a dense tensor with data."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
 
 
@@ -120,6 +118,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise OutriderError(f"{folder} is not a folder; give the folder with the config.json of the draft head")
     try:
         config = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise OutriderError(f"{folder} holds no config.json; give the folder of a draft head") from error
     except (OSError, ValueError, RecursionError) as error:
         raise OutriderError(f"{file} cannot be read ({error}); copy the checkpoint again") from error
     if not isinstance(config, dict):

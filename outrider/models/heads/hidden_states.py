@@ -110,7 +110,6 @@ class HiddenStates:
         return 0 if self.latest_only else sum(len(states) for _, states in self._pending.get(slot, ()))
 
     def bytes(self) -> int:
-        """Return the bytes in use."""
         return sum(states.nbytes for pieces in self._pending.values() for _, states in pieces)
 
 

@@ -98,6 +98,5 @@ def _check_ids(ids: torch.Tensor, vocab: int, names: Names) -> None:
 
 
 def _check_token_order(order: torch.Tensor, names: Names) -> None:
-    """Check the tokens by cluster."""
     if order.flatten().sort().values.tolist() != list(range(order.numel())):
         raise OutriderError(f"{names.where}: each token must be in one cluster of {TOKEN_ORDER}; copy it again")

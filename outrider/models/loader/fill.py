@@ -130,7 +130,6 @@ class _Filler:
             self._model.set_submodule(prefix, DenseInputExperts(module))
 
     def tie_head(self, prefix: str) -> None:
-        """Let the LM head use the embedding."""
         table = self._model.get_input_embeddings()
         if isinstance(table, BlockEmbedding):
             self._model.set_submodule(prefix, BlockLinear(table.blocks, None, table.dtype))

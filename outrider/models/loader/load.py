@@ -27,6 +27,7 @@ from outrider.models.native.blocks import can_pack
 from outrider.models.native.support import FAMILIES, may_run
 from outrider.models.torch.checkpoint import Checkpoint, LazyModel
 from outrider.models.torch.weights import Weights
+from outrider.models.triton.gguf import device_bytes
 from outrider.runtime.processes import local_device
 
 _NATIVE_DTYPES = (torch.bfloat16, torch.float32)
@@ -131,7 +132,7 @@ def _open_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
     choice = choose_dtype(dtype, config, device, kernels=kernels, quantized=file.quantized)
     if choice.dtype not in _NATIVE_DTYPES and kernels != "triton":
         return None
-    check_memory(path, file.nbytes, device)
+    check_memory(path, _gguf_bytes(file, choice.dtype, device), device)
     dense = torch.float32 if file.quantized else choice.dtype
     try:
         shapes = weight_shapes(config)
@@ -155,6 +156,13 @@ def _open_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
 
     checkpoint = gguf_checkpoint(file, config, LazyModel(make, make_reference), weights, choice, device)
     return replace(checkpoint, weights=weights)
+
+
+def _gguf_bytes(file: GGUFFile, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes of the weights of a file on a device. Some types take more on a GPU."""
+    if device.type != "cuda":
+        return file.nbytes
+    return sum(device_bytes(tensor.kind, tensor.shape, dtype) for tensor in file.tensors.values())
 
 
 def gguf_config(file: GGUFFile) -> ModelConfig | None:

@@ -144,7 +144,6 @@ class ModelConfig(SimpleNamespace):
         return text
 
     def to_dict(self) -> Settings:
-        """Return the settings by name."""
         text = self.get_text_config()
         return dict(vars(self)) | ({} if text is self else {"text_config": text.to_dict()})
 

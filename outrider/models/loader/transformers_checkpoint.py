@@ -259,7 +259,6 @@ def has_encoder(path: Path) -> bool:
 
 
 def _read_config(path: Path) -> Any:
-    """Return the transformers configuration of a model folder."""
     check_folder(path)
     if is_head(path):
         raise OutriderError(f"{path} is a draft head, which does not run alone; use it as draft:DIR or tree:DIR")
@@ -320,7 +319,6 @@ def _hide_image_blocks(config: Any) -> None:
 
 
 def _has_encoder(config: Any) -> bool:
-    """Return whether a model is an encoder-decoder model."""
     return bool(getattr(config, "is_encoder_decoder", False))
 
 

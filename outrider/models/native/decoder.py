@@ -96,7 +96,6 @@ def _expand(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _requantized(packed: Packed, bits: int, arena: Arena | Refill) -> PackedWeight:
-    """Return a packed weight with fewer bits."""
     if bits not in FLOAT_DTYPES:
         return quantize(packed.c(), packed.shape, packed.bias, bits=bits, arena=arena)
     return pack_parts(_parts(packed), packed.shape, packed.bias, bits=bits, arena=arena)
@@ -176,7 +175,6 @@ class Decoder(Passes):
 
     @property
     def _packed_head(self) -> Packed:
-        """The LM head."""
         head = self._packed[_HEAD]
         assert not isinstance(head, PackedExperts)
         return head
@@ -556,8 +554,6 @@ class Decoder(Passes):
         self._close = weakref.finalize(self, self._code.outrider_close, self._handle)
 
     def _layer(self, i: int) -> CLayer:
-        """Return the structure of layer `i`."""
-
         def norm(name: str | None) -> int:
             weight = self._norms.get(f"{self._body}.layers.{i}.{name}.weight")
             return 0 if weight is None else weight.data_ptr()

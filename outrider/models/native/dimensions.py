@@ -114,7 +114,6 @@ def _float32(value: float) -> float:
 
 
 def _layer_types(config: Any) -> tuple[str, ...]:
-    """Return the type of attention of each layer."""
     default_type = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     layer_types = tuple(getattr(config, "layer_types", None) or (default_type,) * config.num_hidden_layers)
     if unsupported := sorted(set(layer_types) - {"sliding_attention", "full_attention"}):

@@ -89,7 +89,6 @@ def is_available() -> bool:
 
 
 def _declare_functions(code: ctypes.CDLL) -> None:
-    """Declare the argument and return types of all functions."""
     pointer = ctypes.c_void_p
     code.outrider_open.argtypes = (pointer,)
     code.outrider_open.restype = pointer
@@ -164,7 +163,6 @@ def _compile_once(compiler: str, path: Path) -> float | MissingKernels:
 
 
 def _link(compiler: str, objects: Sequence[str], library: str) -> Sequence[str]:
-    """Return the command that links objects to a library."""
     flags = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     return (compiler, "-shared", *flags, *objects, "-o", library)
 

@@ -28,7 +28,6 @@ class LowRankHead:
         return self.reduce.nbytes + self.rank.nbytes
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors, for a file."""
         rank = self.rank
         named = {"reduce": self.reduce.words, "rank": rank.words, "scale": rank.scale, "minimum": rank.minimum}
         named["bias"] = rank.bias

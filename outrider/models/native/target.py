@@ -241,7 +241,6 @@ class NativeTarget:
         self._decoder.attach(owner._memory)
 
     def _allocate_cache(self, layers: int) -> None:
-        """Allocate a KV cache of this many layers."""
         shape = self._decoder.shape
         self._memory = PagedCache(
             slots=self.slots,

@@ -203,7 +203,6 @@ class AttentionTarget:
         return kernels if self._ranks == 1 else f"{kernels}, {self._ranks} ranks"
 
     def _allocate_cache(self) -> None:
-        """Allocate a KV cache."""
         self._memory: StaticCache = self._make_cache(
             slots=self.slots,
             capacity=max(self.context, MIN_CAPACITY),

@@ -118,7 +118,6 @@ class Checkpoint:
 
     @property
     def model(self) -> Any:
-        """The model of transformers."""
         return self.lazy_model.get()
 
     def with_model(self, model: Any, dtype: torch.dtype | None = None) -> Checkpoint:

@@ -102,28 +102,27 @@ class Graphs:
         self.seconds = 0.0  # time of recording, including compilation
         # Whether the layers compile; None: not tried. Recurrent layers do not: they keep what they stage.
         self.compiled: bool | None = False if model.states else None
-        self._model = model
+        self.model = model
         self._slots = slots
-        self._record = record
+        self.recorder = record
         self._recorded: dict[Bucket, _Recorded] = {}
         self._uses: Counter[Bucket] = Counter()
         self._failed: set[Bucket] = set()  # buckets that cannot be recorded
         self._recording_seconds = inf  # of one step of a draft, the shortest so far
         self._evictions = 0
-        self._enabled = True
+        self.enabled = True
 
     def bytes(self) -> int:
         """Return the bytes of recordings and buffers."""
         buffers = sum(recorded.buffers.bytes() for recorded in self._recorded.values())
-        return self._record.bytes() + self._model.bytes() + buffers
+        return self.recorder.bytes() + self.model.bytes() + buffers
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """Return the recorded buckets."""
         return tuple(self._recorded)
 
     def score(self, batch: Batch, draft: Draft, first: int, eager: Callable[[], Scores]) -> Scores | None:
         """Run `Target.score` as a recorded pass. None: no bucket fits. `eager` is the pass without recording."""
-        if not self._model.takes(batch, first):
+        if not self.model.takes(batch, first):
             return None
         scored = Pass(batch, draft, first)
         has_feed = first < 0
@@ -134,7 +133,7 @@ class Graphs:
         if bucket is None or (recorded := self._find(bucket)) is None:
             return None
         recorded.buffers.fill(batch, draft, first)
-        self._model.cache.reserve(batch, draft.width, first)
+        self.model.cache.reserve(batch, draft.width, first)
         logits, best, node_states, token_states, _ = self._replay(recorded, batch, draft.width)
         batch_size = len(batch.seqs)
         # The results are copied, because the next pass writes to the same memory.
@@ -151,7 +150,7 @@ class Graphs:
 
     def draft_greedy(self, batch: Batch, vocab: int) -> torch.Tensor | None:
         """Run `Target.draft_greedy` as a recorded pass. None: no bucket fits."""
-        if not self._model.takes(batch, -1):
+        if not self.model.takes(batch, -1):
             return None
         steps = max(batch.draft_budget)
         columns = max(2, *map(len, batch.feed))
@@ -159,8 +158,8 @@ class Graphs:
         bucket = self._bucket(batch, columns, written, steps=steps, vocab=vocab)
         if bucket is None or (recorded := self._find(bucket)) is None:
             return None
-        recorded.buffers.fill(batch, empty(len(batch.seqs), self._model.cache.device), -1)
-        self._model.cache.reserve(batch, written)
+        recorded.buffers.fill(batch, empty(len(batch.seqs), self.model.cache.device), -1)
+        self.model.cache.reserve(batch, written)
         tokens: torch.Tensor = self._replay(recorded, batch, written).tokens
         return tokens[: len(batch.seqs), :steps].clone()
 
@@ -202,14 +201,14 @@ class Graphs:
         if compiled and self.compiled is not False:  # passes that were recorded before are recorded again
             self._recorded = {bucket: recorded for bucket, recorded in self._recorded.items() if recorded.compiled}
         buckets = []
-        for bucket_length in lengths(min(length, self._model.cache.spare), self._model.cache.spare):
+        for bucket_length in lengths(min(length, self.model.cache.spare), self.model.cache.spare):
             base = Bucket(rows=power(rows, self._slots), columns=2, length=bucket_length)
             buckets += [replace(base, columns=power(count, MAX_COLUMNS)) for count in columns]
             buckets += [replace(base, steps=count, vocab=vocab) for count in steps]
         for bucket in sorted(set(buckets), key=work, reverse=True):  # the largest first, since they cover others
             covering = [other for other in self._recorded if covers(other, bucket) and other.steps == bucket.steps]
             known = bucket in self._recorded or bucket in self._failed or (not exact and covering)
-            if self._enabled and self._model.ready() and not known:
+            if self.enabled and self.model.ready() and not known:
                 self._make(bucket, compiled=compiled)
         return self.seconds - seconds_before
 
@@ -230,12 +229,12 @@ class Graphs:
         bucket_columns = power(columns, MAX_COLUMNS)
         if columns > bucket_columns or rows * bucket_columns > MAX_TOKENS:
             return None
-        length = round_up(stop, self._model.cache.spare)
+        length = round_up(stop, self.model.cache.spare)
         return Bucket(rows=rows, columns=bucket_columns, length=length, trees=trees, steps=steps, vocab=vocab)
 
     def _find(self, bucket: Bucket) -> _Recorded | None:
         """Return the recording of a bucket, or of one with longer drafts. Record the bucket after enough uses."""
-        if not self._enabled or not self._model.ready():
+        if not self.enabled or not self.model.ready():
             return None
         if bucket in self._recorded:
             return self._recorded[bucket]
@@ -288,20 +287,20 @@ class Graphs:
         replay: Callable[[], Any] | None = None
         commit: FixedCommit | None = None
         failure = _Failure("another rank cannot record it")
-        self._model.compiled = compiled
+        self.model.compiled = compiled
         try:
-            buffers = StaticPass(self._model, bucket)
+            buffers = StaticPass(self.model, bucket)
             run = buffers.draft_greedy if bucket.steps else buffers.score
             with _compiler_settings() if compiled else nullcontext():
-                replay = self._record(run)
-            if states := self._model.states:
-                commit = FixedCommit(states, replay().staged, self._record)
+                replay = self.recorder(run)
+            if states := self.model.states:
+                commit = FixedCommit(states, replay().staged, self.recorder)
         except torch.OutOfMemoryError as reason:
             failure = _Failure(str(reason), no_memory=True)
         except (RuntimeError, UnsupportedModel) as reason:
             failure = _Failure(str(reason), for_all=isinstance(reason, UnsupportedModel))
         finally:
-            self._model.compiled = False
+            self.model.compiled = False
             took = perf_counter() - start
             self.seconds += took
         if not all_ranks(replay is not None, f"a pass cannot be recorded ({failure.reason})"):
@@ -320,15 +319,15 @@ class Graphs:
         """Measure what the draft of a recording takes. It has no sequences, so it writes to the spare entries."""
         steps = recorded.buffers.bucket.steps
         self._recording_seconds = min(self._recording_seconds, recording_seconds / steps)
-        self._record.seconds(recorded.replay)  # to warm up
-        recorded.seconds = seconds_of_first_rank(self._record.seconds(recorded.replay))
-        recorded.eager_seconds = seconds_of_first_rank(self._record.seconds(recorded.buffers.draft_greedy))
+        self.recorder.seconds(recorded.replay)  # to warm up
+        recorded.seconds = seconds_of_first_rank(self.recorder.seconds(recorded.replay))
+        recorded.eager_seconds = seconds_of_first_rank(self.recorder.seconds(recorded.buffers.draft_greedy))
 
     def _evict(self) -> None:
         """Free all recordings. Those that are used again are recorded again."""
         self._evictions += 1
         self._recorded.clear()
-        self._model.drop_logits()
+        self.model.drop_logits()
 
     def _give_up(self, bucket: Bucket, failure: _Failure) -> None:
         """Run the passes of a bucket eagerly from now on, or those of all buckets if none can be recorded."""
@@ -349,7 +348,7 @@ class Graphs:
 
     def _compare(self, recorded: _Recorded, scored: Pass, scores: Scores, eager: Callable[[], Scores]) -> Scores:
         """Compare the scores of a recorded pass with those of the eager pass, and return the latter."""
-        result = compare(self._model, recorded.buffers, scored, scores, eager)
+        result = compare(self.model, recorded.buffers, scored, scores, eager)
         recorded.trials = 0 if result.agree else recorded.trials - 1
         if not result.agree and not recorded.trials:
             reason = "a recorded pass differs from the eager pass"
@@ -367,5 +366,5 @@ class Graphs:
 
     def _disable(self, reason: str) -> None:
         _log.warning("CUDA graphs are disabled: %s", reason)
-        self._enabled = False
+        self.enabled = False
         self._recorded.clear()

@@ -308,7 +308,6 @@ class StaticPass:
         return Scored(logits, best, node_states, token_states, run.staged() if run else None)
 
     def draft_greedy(self) -> Drafted:
-        """Draft greedily."""
         source, entries, base, _, budget, slots = self._parts()
         rows = torch.arange(len(slots), device=slots.device)
         vocab = self.bucket.vocab or None

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
-from torch.nn import functional
 
 from outrider.core.config import FULL_BITS
 from outrider.core.types import SharedWeights
@@ -27,17 +26,16 @@ from outrider.models.native.dimensions import Dimensions
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.weights import Weight, Weights, check_weights, tied_weight
 from outrider.models.triton.attention import attend, attend_prompt
+from outrider.models.triton.expand import embed
 from outrider.models.triton.layers import rms_norm, rotate_and_write
 from outrider.models.triton.linear import Norm, linear
 from outrider.models.triton.passes import MAX_COLUMNS, Rows
 from outrider.models.triton.prompt_products import linear_by_role
-from outrider.models.triton.quantized import QuantizedWeight, from_weight, quantize, stacked
-from outrider.runtime.grouping import instances
+from outrider.models.triton.quantized import JoinedWeight, Matrix, QuantizedWeight, from_weight, quantize, stacked
 
 _HEAD = "lm_head"
 _log = logging.getLogger("outrider")
 _OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"
-Matrix = torch.Tensor | QuantizedWeight  # [N, K]
 _MATRICES = ("qkv", "out", "gate_up", "down")  # of a layer
 _BIASES = ("qkv_bias", "out_bias")
 
@@ -113,6 +111,7 @@ class Decoder:
         names = [name for name in weights if name.startswith((f"{self._body}.", f"{_HEAD}."))]
         self.shapes = {name: weights.shape(name) for name in names}
         self._layers: dict[int, _Layer] = {}
+        self._embedding: torch.Tensor | QuantizedWeight
         with weights.reading(names) as count:
             for i in range(self.shape.layers):
                 with self._releasing(weights, f"{self._body}.layers.{i}.", count):
@@ -161,7 +160,7 @@ class Decoder:
         """
         shape = self.shape
         scale = shape.table_scale * shape.embedding_scale
-        hidden = functional.embedding(tokens.clamp(0, len(self._embedding) - 1), self._embedding)
+        hidden = embed(tokens, self._embedding, self.dtype)
         if scale != 1:
             hidden = hidden * torch.tensor(scale, dtype=self.dtype)
         for number, i in enumerate(self.stack):
@@ -260,7 +259,7 @@ class Decoder:
             if any(name.startswith(prefix) for name in new):
                 _copy_layer(self._layers[i], self._make_layer(i, {**self._state(i), **new}))
         if table in new:
-            self._embedding.copy_(new[table])
+            _copy_weight(self._embedding, new[table])
         if f"{_HEAD}.weight" in new and not self._tied and isinstance(self._head, torch.Tensor):
             self._head.copy_(new[f"{_HEAD}.weight"])
         if f"{self._body}.norm.weight" in new:
@@ -283,10 +282,10 @@ class Decoder:
             parts |= {f"{i}.{name}": value for name, value in layer.norms.items()}
         tensors: dict[str, torch.Tensor] = {}
         for name, part in parts.items():
-            if isinstance(part, QuantizedWeight):
-                tensors |= {f"{name}.{field}": tensor for field, tensor in part.tensors().items()}
-            elif part is not None:
+            if isinstance(part, torch.Tensor):
                 tensors[name] = part
+            elif part is not None:
+                tensors |= {f"{name}.{field}": tensor for field, tensor in part.tensors().items()}
         return tensors
 
     def discard(self) -> None:
@@ -322,7 +321,8 @@ class Decoder:
     def share_weights(self) -> SharedWeights:
         """Return the weights that draft heads share."""
         scale = self.shape.table_scale
-        embedding = self._embedding if scale == 1 else self._embedding * torch.tensor(scale, dtype=self.dtype)
+        embedding = _expanded(self._embedding).to(self.dtype)
+        embedding = embedding if scale == 1 else embedding * torch.tensor(scale, dtype=self.dtype)
         return SharedWeights(
             embedding=embedding,
             head=_expanded(self._head).to(self.dtype),
@@ -364,13 +364,15 @@ class Decoder:
 
     def _matrix(self, state: Mapping[str, Weight], parts: Sequence[str]) -> Matrix:
         """Return the weights of linear layers, one above the other. Quantized ones stay so, if they can."""
-        weights = [state[f"{part}.weight"] for part in parts]
-        if all(isinstance(weight, BlockWeight) for weight in weights):
+        return stacked([self._part(part, state[f"{part}.weight"]) for part in parts])
+
+    def _part(self, name: str, weight: Weight) -> torch.Tensor | QuantizedWeight:
+        if isinstance(weight, BlockWeight):
             try:
-                return stacked([from_weight(weight) for weight in instances(weights, BlockWeight)]).to(self.device)
+                return from_weight(weight).to(self.device)
             except UnsupportedModel as reason:
-                _log.info("%s: %s; it is expanded to %s", parts[0], reason, self.dtype)
-        dense = torch.cat([self._dense(weight) for weight in weights])
+                _log.info("%s: %s; it is expanded to %s", name, reason, self.dtype)
+        dense = self._dense(weight)
         return dense if self.bits == FULL_BITS else quantize(dense, self.bits)
 
     def _dense(self, weight: Weight) -> torch.Tensor:
@@ -388,12 +390,19 @@ class Decoder:
         return value + 1 if self.shape.family.norms_plus_one else value
 
     def _load_embedding(self, weights: Weights) -> None:
-        self._embedding = self._dense(weights[f"{self._body}.embed_tokens.weight"])
+        name = f"{self._body}.embed_tokens"
+        weight = weights[f"{name}.weight"]
+        self._embedding = self._part(name, weight) if isinstance(weight, BlockWeight) else self._dense(weight)
 
     def _make_head(self, weights: Weights) -> Matrix:
         """Return the LM head. It is the embedding if they are tied; with 4 bits it has 8."""
-        head = self._embedding if self._tied else self._dense(weights[f"{_HEAD}.weight"])
-        return head if self.bits == FULL_BITS else quantize(head, 8)
+        if self._tied and self.bits == FULL_BITS:
+            return self._embedding
+        weight = weights[f"{_HEAD}.weight"]
+        if isinstance(weight, BlockWeight):
+            return self._part(_HEAD, weight)
+        head = self._embedding if self._tied else self._dense(weight)
+        return head if self.bits == FULL_BITS else quantize(_expanded(head), 8)
 
     def _make_angles(self, context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return cosines and sines [positions, R / 2] of each rotary table, and of layers without a rotation last."""
@@ -499,7 +508,7 @@ def _copy_weight(weight: Matrix, new: Matrix) -> None:
         assert isinstance(new, torch.Tensor)
         weight.copy_(new)
         return
-    assert isinstance(new, QuantizedWeight)
+    assert isinstance(new, QuantizedWeight | JoinedWeight)
     for name, tensor in weight.tensors().items():
         tensor.copy_(new.tensors()[name])
 

@@ -2,13 +2,14 @@
 
     linear(x, weight, *, norm=None, residual=None, gate="", bias=None, out_dtype=None) -> [T, N]
 
-`weight` is a dense matrix [N, K] or a `quantized.QuantizedWeight`. `norm` is a `Norm(weight [K], epsilon)`. `gate`
-names an activation, "silu", "gelu" or "gelu_tanh". The weight then has the rows of the gate above those of the other
-factor (`[gate; up]`), and the result is [T, N / 2].
+`weight` is a dense matrix [N, K], a `quantized.QuantizedWeight` or several of both, one above the other. `norm` is a
+`Norm(weight [K], epsilon)`. `gate` names an activation, "silu", "gelu" or "gelu_tanh". The weight then has the rows of
+the gate above those of the other factor (`[gate; up]`), and the result is [T, N / 2].
 
 The order of sums: an iteration takes 256 inputs. Each of four chains of MMA instructions takes 64 of them, so chain c
 sums the inputs k with k // 64 % 4 == c in ascending order. The result is (c0 + c1) + (c2 + c3), in float32. This order
-depends on neither the number of rows nor the tile. A row has the same bits alone and among 511 others.
+depends on neither the number of rows nor the tile. A row has the same bits alone and among 511 others. The module
+`sums` has this part.
 
 Rounding: products and sums are float32. The dtype of `x` rounds x * g of a norm, and the result after bias, gate and
 residual. A norm multiplies the sum: y = rstd * sum_k w_k (x_k g_k).
@@ -16,6 +17,7 @@ residual. A norm multiplies the sum: y = rstd * sum_k w_k (x_k g_k).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,9 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from outrider.models.triton.quantized import QuantizedWeight
+from outrider.models.triton.expand import expand
+from outrider.models.triton.quantized import JoinedWeight, Matrix, QuantizedWeight
+from outrider.models.triton.sums import existing, pieces, read_rows, sum_products
 
 MAX_ROWS = 512  # above, the product is one of cuBLAS
 _STEP = 256  # inputs of an iteration
@@ -55,7 +59,7 @@ class Tile(NamedTuple):
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    weight: Matrix,
     *,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
@@ -86,11 +90,39 @@ def linear(
             for part, added in zip(x.split(at_once), residuals, strict=False)
         ]
         return torch.cat(parts)
-    out, launches = _launches(
-        x, weight, norm=norm, residual=residual, gate=gate, bias=bias, out_dtype=out_dtype, tile=tile
-    )
+    options: dict[str, Any] = {"norm": norm, "out_dtype": out_dtype, "tile": tile}
+    if isinstance(weight, JoinedWeight):
+        return _joined(x, weight, residual=residual, gate=gate, bias=bias, options=options)
+    out, launches = _launches(x, weight, residual=residual, gate=gate, bias=bias, **options)
     for launch in launches:
         launch.kernel[launch.grid](*launch.arguments, **launch.options)
+    return out
+
+
+def _joined(
+    x: torch.Tensor,
+    weight: JoinedWeight,
+    *,
+    residual: torch.Tensor | None,
+    gate: str,
+    bias: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Do what `linear` does for a weight of several types: each part writes its own columns of the result."""
+    if gate:  # its factors may be in different parts
+        both = _joined(x, weight, residual=None, gate="", bias=bias, options=options | {"out_dtype": torch.float32})
+        first, second = both.chunk(2, -1)
+        gated = _ACTIVATIONS[gate](first).mul_(second)
+        return (gated if residual is None else gated.add_(residual)).to(options["out_dtype"] or x.dtype)
+    out = x.new_empty(len(x), weight.shape[0], dtype=options["out_dtype"] or x.dtype)
+    begin = 0
+    for part in weight.parts:
+        columns = slice(begin, begin + part.shape[0])
+        added = None if residual is None else residual[:, columns]
+        shift = None if bias is None else bias[columns]
+        for launch in _launches(x, part, out=out[:, columns], residual=added, bias=shift, **options)[1]:
+            launch.kernel[launch.grid](*launch.arguments, **launch.options)
+        begin = columns.stop
     return out
 
 
@@ -122,23 +154,29 @@ def _launches(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[_Launch]]:
-    """Return the result of `linear` for these arguments, not filled yet, and the launches that fill it."""
+    """Return the result of `linear` for these arguments, not filled yet, and the launches that fill it.
+
+    `out` is where the result is written; None: into a new tensor.
+    """
     rows, inputs = x.shape
     outputs = weight.shape[0]
     quantized = weight if isinstance(weight, QuantizedWeight) else None
-    values = weight.values if isinstance(weight, QuantizedWeight) else weight
+    values = weight if isinstance(weight, torch.Tensor) else weight.values
+    kind = quantized.kind if quantized else "dense"
     group = quantized.group if quantized else 0
-    bits = 8 * values.itemsize if values.shape[1] == inputs else 4
-    shifted = quantized is not None and quantized.zero is not None and quantized.zero.is_floating_point()
-    tile = tile or choose_tile(rows, outputs, bits, grouped=group > 0, shifted=shifted, input_bytes=x.itemsize)
-    out = x.new_empty(rows, outputs // 2 if gate else outputs, dtype=out_dtype or x.dtype)
-    scale = quantized and quantized.scale
-    weights = (x, values, scale, quantized and quantized.zero, norm and norm.weight)
+    bits = 4 if kind == "int4" else 8 * values.itemsize  # int6: a part of its bytes is read twice
+    scale, zero, factor = (quantized.scale, quantized.zero, quantized.factor) if quantized else (None, None, None)
+    costly = factor is not None or (zero is not None and zero.is_floating_point())
+    tile = tile or choose_tile(rows, outputs, bits, grouped=group > 0, costly=costly, input_bytes=x.itemsize)
+    if out is None:
+        out = x.new_empty(rows, outputs // 2 if gate else outputs, dtype=out_dtype or x.dtype)
+    weights = (x, values, scale, zero, factor, norm and norm.weight)
     sizes = (rows, outputs, inputs, x.stride(0), values.shape[1])
-    ends = (0 if residual is None else residual.stride(0), norm.epsilon if norm else 0.0)
+    ends = (out.stride(0), 0 if residual is None else residual.stride(0), norm.epsilon if norm else 0.0)
     options = {
-        "KIND": quantized.kind if quantized else "dense",
+        "KIND": kind,
         "GROUP": group,
         "SCALE_ROWS": quantized.scale_rows if quantized else 1,
         "EVEN": inputs % _STEP == 0,
@@ -159,12 +197,12 @@ def _launches(
         scaled = x.new_empty(rows, inputs)
         launches.append(_Launch(
             _normalize, (triton.cdiv(rows, 2),), (x, norm.weight, scaled, squares, rows, inputs, x.stride(0)),
-            {"HALVES": 2 if bits == 4 or group == 32 else 1, "EVEN": inputs % _STEP == 0, "ROWS": 2, "num_warps": 1},
+            {"PIECES": pieces(kind, group), "EVEN": inputs % _STEP == 0, "ROWS": 2, "num_warps": 1},
         ))  # fmt: skip
         weights = (scaled, *weights[1:])
         sizes = (rows, outputs, inputs, inputs, values.shape[1])
     grid = (tiles[0], 4, tiles[1])
-    launches.append(_Launch(_chain, grid, (*weights[:4], sums, *sizes), {**options, "PARTS": tile.warps}))
+    launches.append(_Launch(_chain, grid, (*weights[:5], sums, *sizes), {**options, "PARTS": tile.warps}))
     finish = _Launch(
         _finish,
         (triton.cdiv(rows, _FINISH_ROWS), triton.cdiv(out.shape[1], _FINISH_OUTPUTS)),
@@ -175,7 +213,7 @@ def _launches(
 
 
 def choose_tile(
-    rows: int, outputs: int, bits: int, *, grouped: bool, shifted: bool = False, input_bytes: int = 2
+    rows: int, outputs: int, bits: int, *, grouped: bool, costly: bool = False, input_bytes: int = 2
 ) -> Tile:
     """Return the tile of a product of `rows` rows. It changes the time of the product and not its bits.
 
@@ -186,16 +224,16 @@ def choose_tile(
     Args:
         rows: 1 to MAX_ROWS.
         outputs: rows of the weight.
-        bits: of a weight in memory.
+        bits: of a weight in shared memory.
         grouped: whether scales belong to groups of inputs, whose sums take registers of their own.
-        shifted: whether groups have a minimum, whose product takes more registers.
+        costly: whether groups have a minimum or a factor, whose products take more registers.
         input_bytes: of an input.
     """
     if rows <= 16 or input_bytes == 4:
-        size = 64 if rows > 8 and outputs > 64 * _PROGRAMS and not shifted else 32
-        size = 16 if outputs < 3072 or input_bytes == 4 else size
+        size = 64 if rows > 8 and outputs > 64 * _PROGRAMS and not costly else 32
+        size = 16 if outputs < 3072 or input_bytes == 4 or (costly and rows > 8) else size
         return _staged(size, 8 if rows <= 8 or input_bytes == 4 else 16, 4, "parallel", bits, input_bytes)
-    most_rows = 32 if shifted else min(256, triton.next_power_of_2(rows))
+    most_rows = 32 if costly else min(256, triton.next_power_of_2(rows))
     sizes = [each for each in _WIDE[most_rows] if not grouped or each[0] <= 128]
     enough = (each for each in sizes if 4 * triton.cdiv(outputs, each[0]) * triton.cdiv(rows, each[1]) >= _PROGRAMS)
     size, tile_rows, warps = next(enough, sizes[-1])
@@ -222,7 +260,7 @@ def _staged(outputs: int, rows: int, warps: int, form: str, bits: int, input_byt
 
 def many_rows(
     x: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    weight: Matrix,
     *,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
@@ -232,13 +270,12 @@ def many_rows(
 ) -> torch.Tensor:
     """Do what `linear` does for any number of rows, on cuBLAS."""
     out_dtype = out_dtype or x.dtype
-    if isinstance(weight, QuantizedWeight):
-        weight = expand(weight, x.dtype)
+    weight = expand(weight, x.dtype)
     if norm is not None:
         x = functional.rms_norm(x.float(), x.shape[-1:], norm.weight.float(), norm.epsilon).to(x.dtype)
     if gate:
         first, second = functional.linear(x, weight, bias).chunk(2, -1)
-        gated: torch.Tensor = _ACTIVATIONS[gate](first).mul_(second)
+        gated = _ACTIVATIONS[gate](first).mul_(second)
         return (gated if residual is None else gated.add_(residual)).to(out_dtype)
     if residual is None:
         whole: torch.Tensor = functional.linear(x, weight, bias)
@@ -247,60 +284,25 @@ def many_rows(
     return (out if bias is None else out.add_(bias)).to(out_dtype)
 
 
-_ACTIVATIONS: dict[str, Any] = {
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
 
 
-def expand(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Return a quantized weight [N, K] in a float dtype."""
-    outputs, inputs = weight.shape
-    out = weight.values.new_empty(outputs, inputs, dtype=dtype)
-    width = weight.values.shape[1]
-    _expand[triton.cdiv(outputs, 16), triton.cdiv(width, 128)](
-        weight.values, weight.scale, weight.zero, out, outputs, inputs, width,
-        KIND=weight.kind, GROUP=weight.group, SCALE_ROWS=weight.scale_rows, OUTPUTS=16, BYTES=128,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _expand(
-    values, scale, zero, out, outputs, inputs, width,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr,
-):  # fmt: skip
-    """Write the weights of BYTES bytes of OUTPUTS rows."""
-    n = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS))[:, None]
-    byte = (tl.program_id(1) * BYTES + tl.arange(0, BYTES))[None, :]
-    q = tl.load(values + n.to(tl.int64) * width + byte, mask=(n < outputs) & (byte < width), other=0)
-    for half in tl.static_range(2 if KIND == "int4" else 1):
-        k = byte // 32 * 64 + byte % 32 + half * 32 if KIND == "int4" else byte
-        inside = (n < outputs) & (k < inputs)
-        w = _floats((q >> 4 if half else q & 15) if KIND == "int4" else q, KIND, tl.float32)
-        place = k // GROUP * tl.cdiv(outputs, SCALE_ROWS) + n // SCALE_ROWS if GROUP else n + k * 0
-        factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
-        if zero is None:
-            w *= factor
-        else:
-            least = tl.load(zero + place, mask=inside, other=0).to(tl.float32)
-            w = w * factor - least if zero.dtype.element_ty == tl.float32 else (w - least) * factor
-        tl.store(out + n.to(tl.int64) * inputs + k, w.to(out.dtype.element_ty), mask=inside)
-
-
 @triton.jit(do_not_specialize=["rows", "epsilon"])
 def _product(
-    x, values, scale, zero, norm, bias, residual, out,
-    rows, outputs, inputs, x_stride, values_stride, residual_stride, epsilon,
+    x, values, scale, zero, factor, norm, bias, residual, out,
+    rows, outputs, inputs, x_stride, values_stride, out_stride, residual_stride, epsilon,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute OUTPUTS outputs of ROWS rows. Four warps take a chain each."""
     n = _weight_rows(outputs, GATE, OUTPUTS)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    total, squares = _sum_products(
-        x, values, scale, zero, norm, t, rows, n[None, :], outputs, inputs, x_stride, values_stride, 0,
+    total, squares = sum_products(
+        x, values, scale, zero, factor, norm, t, rows, n[None, :], outputs, inputs, x_stride, values_stride, 0,
         KIND, GROUP, SCALE_ROWS, EVEN, 4, 1, OUTPUTS, ROWS,
     )  # fmt: skip
     result = _sum_chains(total)
@@ -318,39 +320,39 @@ def _product(
         result = (_activated(gate, GATE) * up).reshape(OUTPUTS // 2, ROWS)
         width = outputs // 2
         column = tl.program_id(1) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
-    _store(result, residual, out, column, width, t, rows, residual_stride)
+    _store(result, residual, out, column, width, t, rows, out_stride, residual_stride)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _normalize(
     x, norm, out, squares, rows, inputs, x_stride,
-    HALVES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    PIECES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write ROWS rows times the weight of a norm to `out` [T, K], and the chains of their squares to `squares` [4, T].
 
-    The squares are summed in the order of `_sum_products`.
+    The squares are summed in the order of `sum_products`.
     """
     CHUNK: tl.constexpr = 64
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     present = (t < rows)[None, None, :]
     chain = tl.arange(0, 4)[:, None]
-    k = chain * CHUNK + tl.arange(0, CHUNK // HALVES)[None, :]
+    k = chain * CHUNK + tl.arange(0, CHUNK // PIECES)[None, :]
     x += t[None, None, :] * x_stride + k[:, :, None]
     out += t[None, None, :] * inputs + k[:, :, None]
     norm += k
     total = tl.zeros((4, ROWS), tl.float32)
     for start in tl.range(0, inputs, 256, num_stages=4):
-        for half in tl.static_range(HALVES):
-            first = start + half * 32
-            inside = _inside(first + k, inputs, EVEN)
-            a, total = _read_rows(x + first, norm, first, present, inside, total)
-            tl.store(out + first, a, mask=present if inside is None else present & inside[:, :, None])
+        for piece in tl.static_range(PIECES):
+            first = start + piece * (CHUNK // PIECES)
+            exists = existing(first + k, inputs, EVEN)
+            a, total = read_rows(x + first, norm, first, present, exists, total)
+            tl.store(out + first, a, mask=present if exists is None else present & exists[:, :, None])
     tl.store(squares + chain * rows + t[None, :], total, mask=(t < rows)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _chain(
-    x, values, scale, zero, sums, rows, outputs, inputs, x_stride, values_stride,
+    x, values, scale, zero, factor, sums, rows, outputs, inputs, x_stride, values_stride,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -358,9 +360,9 @@ def _chain(
     chain = tl.program_id(1)
     n = (tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS)).reshape(PARTS, OUTPUTS // PARTS)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    total, _ = _sum_products(
-        x, values, scale, zero, None, t, rows, tl.minimum(n, outputs - 1), outputs, inputs, x_stride, values_stride,
-        chain, KIND, GROUP, SCALE_ROWS, EVEN, 1, PARTS, OUTPUTS, ROWS,
+    total, _ = sum_products(
+        x, values, scale, zero, factor, None, t, rows, tl.minimum(n, outputs - 1), outputs, inputs, x_stride,
+        values_stride, chain, KIND, GROUP, SCALE_ROWS, EVEN, 1, PARTS, OUTPUTS, ROWS,
     )  # fmt: skip
     place = chain * rows + t
     inside = (n < outputs)[:, :, None] & (t < rows)[None, None, :]
@@ -369,7 +371,7 @@ def _chain(
 
 @triton.jit(do_not_specialize=["rows", "epsilon"])
 def _finish(
-    sums, squares, scale, bias, residual, out, rows, outputs, inputs, residual_stride, epsilon,
+    sums, squares, scale, bias, residual, out, rows, outputs, inputs, out_stride, residual_stride, epsilon,
     GATE: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Make OUTPUTS outputs of ROWS rows of the chains of `_chain`."""
@@ -381,7 +383,7 @@ def _finish(
         up = _finished(sums + width, squares, _moved(scale, width), _moved(bias, width),
                        column, width, t, rows, outputs, inputs, epsilon)  # fmt: skip
         result = _activated(result, GATE) * up
-    _store(result, residual, out, column, width, t, rows, residual_stride)
+    _store(result, residual, out, column, width, t, rows, out_stride, residual_stride)
 
 
 @triton.jit
@@ -419,164 +421,12 @@ def _moved(pointer, distance):
 
 
 @triton.jit
-def _store(result, residual, out, column, width, t, rows, residual_stride):
+def _store(result, residual, out, column, width, t, rows, out_stride, residual_stride):
     """Write results [OUTPUTS, ROWS] plus the residual to `out` [T, width]."""
     inside = (column < width)[:, None] & (t < rows)[None, :]
     if residual is not None:
         result += tl.load(residual + t[None, :] * residual_stride + column[:, None], mask=inside).to(tl.float32)
-    tl.store(out + t[None, :] * width + column[:, None], result.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _sum_products(
-    x, values, scale, zero, norm, t, rows, weights, outputs, inputs, x_stride, values_stride, first_chain,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN: tl.constexpr,
-    CHAINS: tl.constexpr, PARTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return sums of products [CHAINS * PARTS, OUTPUTS / PARTS, ROWS], and of the squares of the inputs [CHAINS, ROWS].
-
-    A warp computes one of CHAINS * PARTS matrices, so that all tiles take the same instructions (mma.sync). There are
-    4 chains and 1 part, or 1 chain and a part for each warp.
-
-    `t` are the rows [ROWS], and `weights` those of the weight [PARTS, OUTPUTS / PARTS].
-    """
-    STEP: tl.constexpr = 256  # inputs of an iteration
-    CHUNK: tl.constexpr = 64  # those of a chain
-    HALVES: tl.constexpr = 2 if KIND == "int4" or GROUP == 32 else 1
-    PACKED: tl.constexpr = 2 if KIND == "int4" else 1  # inputs of a byte
-    SHIFTED: tl.constexpr = _is_float(zero)  # whether `zero` is subtracted from the weights, and not from the integers
-    present = (t < rows)[None, None, :]
-    place = weights // SCALE_ROWS
-    groups = tl.cdiv(outputs, SCALE_ROWS)
-    chain = first_chain + tl.arange(0, CHAINS)
-    j = tl.arange(0, CHUNK // HALVES)[None, :]
-    k = chain[:, None] * CHUNK + j
-    values += weights.to(tl.int64)[:, :, None] * values_stride
-    values += (chain[:, None] * (CHUNK // PACKED) + j)[:, None, :]
-    x += t[None, None, :] * x_stride
-    x += k[:, :, None]
-    norm_k = norm + k if norm is not None else None
-    squares = tl.zeros((CHAINS, ROWS), tl.float32)
-    total = tl.zeros((CHAINS * PARTS, OUTPUTS // PARTS, ROWS), tl.float32)
-    # The scales of the next iteration are loaded before the products of this one.
-    group = chain * CHUNK
-    next_scale = _read_groups(scale, group, place, groups, inputs, GROUP)
-    next_zero = _read_groups(zero, group, place, groups, inputs, GROUP)
-    if GROUP == 32:
-        next_high_scale = _read_groups(scale, group + 32, place, groups, inputs, GROUP)
-        next_high_zero = _read_groups(zero, group + 32, place, groups, inputs, GROUP)
-    for start in range(0, inputs, STEP):
-        this_scale = next_scale
-        this_zero = next_zero
-        next_scale = _read_groups(scale, group + (start + STEP), place, groups, inputs, GROUP)
-        next_zero = _read_groups(zero, group + (start + STEP), place, groups, inputs, GROUP)
-        inside = _inside(start + k, inputs, EVEN)
-        low = _read(values + start // PACKED, _inside(start + k[:, None, :], inputs, EVEN))
-        a, squares = _read_rows(x + start, norm_k, start, present, inside, squares)
-        total = _add(total, low & 15 if KIND == "int4" else low, a, this_scale, this_zero, KIND, GROUP, SHIFTED)
-        if HALVES == 2:
-            if GROUP == 32:
-                this_scale = next_high_scale
-                this_zero = next_high_zero
-                next_high_scale = _read_groups(scale, group + (start + STEP + 32), place, groups, inputs, GROUP)
-                next_high_zero = _read_groups(zero, group + (start + STEP + 32), place, groups, inputs, GROUP)
-            inside = _inside(start + 32 + k, inputs, EVEN)
-            high = (
-                low >> 4
-                if KIND == "int4"
-                else _read(values + (start + 32), _inside(start + 32 + k[:, None, :], inputs, EVEN))
-            )
-            a, squares = _read_rows(x + (start + 32), norm_k, start + 32, present, inside, squares)
-            total = _add(total, high, a, this_scale, this_zero, KIND, GROUP, SHIFTED)
-    return total, squares
-
-
-@triton.jit
-def _inside(k, inputs, EVEN: tl.constexpr):
-    """Return the mask of inputs that exist; None: all do."""
-    if EVEN:
-        mask = None
-    else:
-        mask = k < inputs
-    return mask
-
-
-@triton.jit
-def _read(pointers, mask):
-    """Load a tile. Values outside a mask are 0. None: there is no mask."""
-    if mask is None:
-        tile = tl.load(pointers)
-    else:
-        tile = tl.load(pointers, mask=mask, other=0)
-    return tile
-
-
-@triton.jit
-def _read_rows(x, norm, start, present, inside, squares):
-    """Return inputs [CHAINS, K, ROWS] times the weight of a norm, and `squares` [CHAINS, ROWS] plus their squares."""
-    a = tl.load(x, mask=present if inside is None else present & inside[:, :, None], other=0.0)
-    if norm is not None:
-        wide = a.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-        a = (wide * _read(norm + start, inside).to(tl.float32)[:, :, None]).to(a.dtype)
-    return a, squares
-
-
-@triton.jit
-def _floats(q, KIND: tl.constexpr, dtype: tl.constexpr):
-    """Return weights in a float dtype, without scales. Integers lose their middle."""
-    if KIND == "fp8" and dtype == tl.bfloat16:
-        # e4m3 has four bits of the exponent, three of the fraction, and another bias.
-        bits = (q.to(tl.int8, bitcast=True).to(tl.int16) << 4) & -30736  # 0x87F0
-        q = bits.to(tl.bfloat16, bitcast=True) * 1.329227995784916e36
-    elif KIND == "fp8":
-        bits = (q.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -16512  # 0xBF80
-        q = bits.to(tl.float16, bitcast=True).to(dtype) * 256.0
-    elif KIND == "int8":
-        # The bits of 2 ** 23 make a float of an integer.
-        q = ((q.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0).to(dtype)
-    elif KIND == "int4" and dtype == tl.bfloat16:
-        q = (q.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
-    elif KIND == "int4" and dtype == tl.float16:
-        q = (q.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
-    elif KIND == "int4":
-        q = q.to(tl.float32) - 8.0
-    return q
-
-
-@triton.jit
-def _read_groups(table, k, place, groups, inputs, GROUP: tl.constexpr):
-    """Return the numbers of the groups of inputs k [CHAINS] for weights `place` [PARTS, N], in float32."""
-    if GROUP == 0 or table is None:
-        numbers = 0.0
-    else:
-        group = tl.minimum(k, inputs - 1) // GROUP
-        numbers = tl.load(table + group[:, None] * groups + place).to(tl.float32)
-    return numbers
-
-
-@triton.constexpr_function
-def _is_float(table):
-    """Return whether a table of numbers, if there is one, has floats."""
-    return table is not None and table.dtype.element_ty == tl.float32
-
-
-@triton.jit
-def _add(total, q, a, scale, zero, KIND: tl.constexpr, GROUP: tl.constexpr, SHIFTED: tl.constexpr):
-    """Return sums [B, N, ROWS] plus the products of weights [B, N, K] and inputs [B or 1, K, ROWS]."""
-    w = _floats(q, KIND, a.dtype)
-    a = a.broadcast_to(w.shape[0], a.shape[1], a.shape[2])
-    if GROUP == 0:
-        total = tl.dot(w, a, total, input_precision="ieee")
-    else:
-        if zero.type.is_block() and not SHIFTED:
-            w -= zero[:, :, None].to(w.dtype)  # exact: both are whole numbers below 256
-        total += tl.dot(w, a, input_precision="ieee") * scale[:, :, None]
-        if SHIFTED:
-            # A product with ones sums the inputs in the same order in each tile. The ones are made of the weights, so
-            # that both products read the inputs in the same layout, and the compiler loads them ahead.
-            total -= tl.dot(w * 0.0 + 1.0, a, input_precision="ieee") * zero[:, :, None]
-    return total
+    tl.store(out + t[None, :] * out_stride + column[:, None], result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from outrider.models.triton.linear import linear, many_rows
 from outrider.models.triton.passes import BLOCK_ROWS
-from outrider.models.triton.quantized import QuantizedWeight
+from outrider.models.triton.quantized import Matrix
 
 
 def linear_by_role(
     prompt_tokens: int,
     x: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    weight: Matrix,
     *,
     residual: torch.Tensor | None = None,
     **settings: Any,
@@ -40,7 +40,7 @@ def linear_by_role(
 
 def _block(
     x: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    weight: Matrix,
     residual: torch.Tensor | None,
     settings: dict[str, Any],
 ) -> torch.Tensor:

@@ -2,13 +2,17 @@
 
 A weight is [N, K], and its values lie in rows. `fp8` (e4m3) and `int8` take a byte each; int8 is stored plus 128.
 `int4` takes half a byte and is stored plus 8: 32 bytes hold 64 inputs, and byte j has input j in its low bits and input
-j + 32 in its high bits. Scales, and zero points of integers, lie in [groups of inputs, N].
+j + 32 in its high bits. `int6` takes 48 bytes for 64 inputs: as int4 for the lower bits, then 16 bytes of which byte j
+has two bits of each of the inputs j, j + 32, j + 16 and j + 48, from the lowest bits on. It is stored plus 32.
+Scales, and zero points of integers, lie in [groups of inputs, N].
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,54 +24,83 @@ from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.group_weight import Groups, GroupWeight
 from outrider.models.torch.quantize import group_size, to_integers
 from outrider.models.triton import gguf
+from outrider.runtime.grouping import instances
 
-_CHUNK = 64  # inputs that int4 packs together
+_CHUNK = 64  # inputs that int4 and int6 pack together
+_SUPER_GROUP = 256  # inputs that share a factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
-    """A weight [N, K]: (value - zero) * scale, or value * scale - zero if `zero` is float32."""
+    """A weight [N, K]: (value - zero) * scale, or value * scale - zero if `zero` is float32.
 
-    kind: str  # "fp8", "int8" or "int4"
+    With a factor, the scale is an integer times the factor, and `zero` is one times the second factor. It is what a
+    stored 0 lacks: where the middle is stored as 8, the weight is (value + 8) * scale - zero.
+    """
+
+    kind: str  # "fp8", "int8", "int6" or "int4"
     shape: torch.Size
-    values: torch.Tensor  # [N, K] uint8; int4: [N, 32 * ceil(K / 64)]
-    scale: torch.Tensor  # [N] or [groups, ceil(N / scale_rows)] of any float dtype
+    values: torch.Tensor  # [N, K] uint8; int4: [N, 32 * ceil(K / 64)]; int6: [N, 48 * ceil(K / 64)]
+    scale: torch.Tensor  # [N] or [groups, ceil(N / scale_rows)] of any float dtype; with a factor [groups, N] int8
     zero: torch.Tensor | None = None  # [groups, N]; of integers, where the middle of the values is 0
-    group: int = 0  # inputs that share a scale: 32 or a multiple of 64; 0: all
+    factor: torch.Tensor | None = None  # [K / 256, N] float16; with `zero` [2 K / 256, N], that of `zero` after each
+    group: int = 0  # inputs that share a scale: 16 (int4 and int6), 32 or a multiple of 64; 0: all
     scale_rows: int = 1  # outputs that share a scale
 
     @property
+    def bits(self) -> int:
+        """Bits of a value."""
+        return int(self.kind[3:]) if self.kind.startswith("int") else 8
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the values, scales and zero points."""
-        return sum(each.nbytes for each in (self.values, self.scale, self.zero) if each is not None)
+        """Bytes of the values, scales, zero points and factors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by the names of their fields."""
-        tensors = {"values": self.values, "scale": self.scale, "zero": self.zero}
+        tensors = {"values": self.values, "scale": self.scale, "zero": self.zero, "factor": self.factor}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """Return the weight on a device."""
-        zero = None if self.zero is None else self.zero.to(device)
-        return QuantizedWeight(
-            kind=self.kind, shape=self.shape, values=self.values.to(device), scale=self.scale.to(device), zero=zero,
-            group=self.group, scale_rows=self.scale_rows,
-        )  # fmt: skip
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)
 
     def dequantize(self) -> torch.Tensor:
         """Return the weight [N, K] in float32."""
-        if self.kind == "fp8":
-            values = self.values.view(torch.float8_e4m3fn).float()
-        elif self.kind == "int8":
-            values = self.values.float() - 128
-        else:
-            halves = self.values.view(len(self.values), -1, _CHUNK // 2)
-            values = torch.cat([halves & 15, halves >> 4], -1).flatten(1)[:, : self.shape[1]].float() - 8
+        values = self._numbers()
         if self.zero is None:
-            return values * self._spread(self.scale)
+            return values * self._spread(self._scale())
+        if self.factor is not None:
+            minimum = self.zero.float() * self._factors(1)
+            return (values + (1 << self.bits - 1)) * self._spread(self._scale()) - self._spread(minimum)
         if self.zero.is_floating_point():
             return values * self._spread(self.scale) - self._spread(self.zero)
         return (values - self._spread(self.zero)) * self._spread(self.scale)
+
+    def _numbers(self) -> torch.Tensor:
+        """Return the values [N, K] without scales in float32."""
+        if self.kind == "fp8":
+            return self.values.view(torch.float8_e4m3fn).float()
+        if self.kind == "int8":
+            return self.values.float() - 128
+        chunks = self.values.view(len(self.values), -1, self.bits * _CHUNK // 8)
+        low = chunks[..., : _CHUNK // 2]
+        values = torch.cat([low & 15, low >> 4], -1)
+        if self.kind == "int6":
+            values |= torch.cat([(chunks[..., _CHUNK // 2 :] >> 2 * i & 3) << 4 for i in (0, 2, 1, 3)], -1)
+        return values.flatten(1)[:, : self.shape[1]].float() - (1 << self.bits - 1)
+
+    def _scale(self) -> torch.Tensor:
+        """Return the scales with their factors."""
+        return self.scale if self.factor is None else self.scale.float() * self._factors(0)
+
+    def _factors(self, number: int) -> torch.Tensor:
+        """Return the factor of each group: 0 those of the scales, 1 those of the zero points. [groups, N] float32."""
+        assert self.factor is not None
+        step = 1 if self.zero is None else 2
+        return self.factor[number::step].float().repeat_interleave(_SUPER_GROUP // self.group, 0)
 
     def _spread(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return numbers of groups for each weight, [N, K] or [N, 1] float32."""
@@ -136,19 +169,22 @@ def from_groups(groups: Groups) -> QuantizedWeight:
 
 
 def from_blocks(weight: BlockWeight) -> QuantizedWeight:
-    """Return the weight of a GGUF file with groups of 32 inputs: exactly, or to float32 if they have a minimum.
+    """Return the weight of a GGUF file: exactly, or to float32 if its groups have a minimum.
 
     Raises:
         UnsupportedModel: the blocks have another type.
     """
-    if weight.kind not in gguf.KINDS:
+    if weight.kind not in gguf.BITS:
         raise UnsupportedModel(
-            f"GGUF weights of the type {weight.kind} do not stay quantized on a GPU; use {', '.join(gguf.KINDS)}"
+            f"GGUF weights of the type {weight.kind} do not stay quantized on a GPU; use {', '.join(gguf.BITS)}"
         )
-    values, bits, scale, minimum = gguf.read_integers(
-        weight.kind, torch.from_numpy(np.ascontiguousarray(weight.rows()))
-    )
-    return _integers(values, bits, scale.T, None if minimum is None else minimum.T, gguf.GROUP)
+    read = gguf.read_integers(weight.kind, torch.from_numpy(np.ascontiguousarray(weight.rows())))
+    tables = {"scale": read.scale, "zero": read.minimum, "factor": read.factor}
+    turned: dict[str, Any] = {name: table.T.contiguous() for name, table in tables.items() if table is not None}
+    return QuantizedWeight(
+        kind=f"int{read.bits}", shape=read.values.shape, values=_packed(read.values, read.bits),
+        group=read.values.shape[1] // read.scale.shape[1], **turned,
+    )  # fmt: skip
 
 
 def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
@@ -170,37 +206,90 @@ def from_weight(weight: BlockWeight) -> QuantizedWeight:
     return from_groups(weight.groups()) if isinstance(weight, GroupWeight) else from_blocks(weight)
 
 
-def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return weights of equal inputs as one, one above the other.
+@dataclass(frozen=True, slots=True)
+class JoinedWeight:
+    """Weights of equal inputs, one above the other, which are stored in different ways."""
 
-    Raises:
-        UnsupportedModel: they are quantized in different ways.
-    """
+    parts: tuple[torch.Tensor | QuantizedWeight, ...]  # [N, K] each
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of all parts by name."""
+        named: dict[str, torch.Tensor] = {}
+        for i, part in enumerate(self.parts):
+            fields = {"values": part} if isinstance(part, torch.Tensor) else part.tensors()
+            named |= {f"{i}.{name}": tensor for name, tensor in fields.items()}
+        return named
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the weight [N, K] in float32."""
+        parts = [part if isinstance(part, torch.Tensor) else part.dequantize() for part in self.parts]
+        return torch.cat([part.float() for part in parts])
+
+
+Matrix = torch.Tensor | QuantizedWeight | JoinedWeight  # [N, K]
+
+
+def stacked(parts: Sequence[torch.Tensor | QuantizedWeight]) -> Matrix:
+    """Return weights of equal inputs as one, one above the other. Neighbors of the same type are one matrix."""
+    joined: list[torch.Tensor | QuantizedWeight] = []
+    for _, alike in groupby(parts, _way):
+        group = list(alike)
+        if isinstance(group[0], torch.Tensor):
+            joined.append(torch.cat(instances(group, torch.Tensor)))
+        else:
+            joined.extend(_stacked(instances(group, QuantizedWeight)))
+    return joined[0] if len(joined) == 1 else JoinedWeight(tuple(joined))
+
+
+def _way(part: torch.Tensor | QuantizedWeight) -> tuple[Any, ...]:
+    """Return how a weight is stored."""
+    if isinstance(part, torch.Tensor):
+        return (part.dtype,)
+    types = tuple(tensor.dtype for tensor in part.tensors().values())
+    return (part.kind, part.group, part.scale_rows, part.zero is None, part.factor is None, types)
+
+
+def _stacked(parts: list[QuantizedWeight]) -> list[QuantizedWeight]:
+    """Return weights that are stored in the same way as one; as they are if their scales share rows of two parts."""
     first = parts[0]
-    ways = {(part.kind, part.group, part.scale_rows, part.zero is None or part.zero.dtype) for part in parts}
-    if len(ways) > 1 or (first.scale_rows > 1 and any(part.shape[0] % first.scale_rows for part in parts[:-1])):
-        raise UnsupportedModel("its parts are quantized in different ways")
-    zeros = [part.zero for part in parts if part.zero is not None]
-    return replace(
-        first,
-        shape=torch.Size([sum(part.shape[0] for part in parts), first.shape[1]]),
-        values=torch.cat([part.values for part in parts]),
-        scale=torch.cat([part.scale for part in parts], -1),
-        zero=torch.cat(zeros, -1) if zeros else None,
-    )
+    if any(part.shape[0] % first.scale_rows for part in parts[:-1]):
+        return parts
+    tables: dict[str, Any] = {
+        name: torch.cat([part.tensors()[name] for part in parts], 0 if name == "values" else -1)
+        for name in first.tensors()
+    }
+    return [replace(first, shape=torch.Size([sum(part.shape[0] for part in parts), first.shape[1]]), **tables)]
 
 
 def _integers(
     values: torch.Tensor, bits: int, scale: torch.Tensor, zero: torch.Tensor | None, group: int
 ) -> QuantizedWeight:
     """Return a weight of integers [N, K] uint8."""
-    shape = values.shape
-    if bits == 4:
-        padded = functional.pad(values, (0, -shape[1] % _CHUNK)).view(len(values), -1, 2, _CHUNK // 2)
-        values = (padded[:, :, 0] | padded[:, :, 1] << 4).flatten(1)
-    if zero is not None and not zero.is_floating_point():
-        zero = zero.to(torch.int8 if bits == 4 else torch.int16)
-    zero = None if zero is None else zero.contiguous()
+    if zero is not None:
+        zero = zero.to(torch.int8 if bits == 4 else torch.int16).contiguous()
     return QuantizedWeight(
-        kind=f"int{bits}", shape=shape, values=values.contiguous(), scale=scale.contiguous(), zero=zero, group=group
-    )
+        kind=f"int{bits}", shape=values.shape, values=_packed(values, bits), scale=scale.contiguous(), zero=zero,
+        group=group,
+    )  # fmt: skip
+
+
+def _packed(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the bytes of integers [N, K] uint8."""
+    if bits == 8:
+        return values.contiguous()
+    chunks = functional.pad(values, (0, -values.shape[1] % _CHUNK)).view(len(values), -1, _CHUNK)
+    first, second = chunks.chunk(2, -1)
+    packed = first & 15 | second << 4
+    if bits == 6:
+        high = chunks.unflatten(-1, (4, _CHUNK // 4)) >> 4 << torch.tensor([[0], [4], [2], [6]], dtype=torch.uint8)
+        packed = torch.cat([packed, high.sum(-2, dtype=torch.uint8)], -1)
+    return packed.flatten(1)

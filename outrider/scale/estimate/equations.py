@@ -70,7 +70,6 @@ class Model:
     output: float = 0.0  # weights of the output layer, which are a part of `weights`; 0: unknown
 
     def held_bytes(self) -> float:
-        """Return the bytes of all weights."""
         experts = self.experts.count * self.experts.weights if self.experts else 0.0
         return (self.weights + self.table + experts) * self.bits / 8
 

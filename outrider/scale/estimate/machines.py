@@ -147,7 +147,6 @@ def find_machine(name: str | None, overrides: MachineOverrides) -> tuple[Machine
 
 
 def _find_sheet(name: str | None, overrides: MachineOverrides) -> tuple[str, Datasheet]:
-    """Return the title and the datasheet of a machine."""
     if name is None:
         if overrides.bandwidth is None or overrides.flops is None:
             raise OutriderError(

@@ -109,7 +109,6 @@ def run_project(options: ProjectOptions) -> dict[str, Any]:
 
 
 def _find_machine(options: ProjectOptions) -> tuple[Machine, Datasheet]:
-    """Return the machine of all devices, and the datasheet of one of them."""
     overrides = MachineOverrides(
         bandwidth=options.bandwidth, flops=options.flops, memory=options.memory, devices=options.devices
     )
@@ -148,7 +147,6 @@ def _training(options: ProjectOptions) -> dict[str, Any]:
 
 
 def _add_step_speedup(result: dict[str, Any], training: Mapping[str, Any]) -> None:
-    """Add the speedup of a training step to all cases of a result."""
     for case in result["cases"].values() if training else ():
         share, overlap = training["generation_share"], training["overlap"]
         case["step_speedup"] = step_speedup(share, case["speedup"], overlap=overlap)
@@ -209,7 +207,6 @@ def _acceptance(options: ProjectOptions) -> tuple[Acceptance, dict[str, Any]]:
 
 
 def _draft_lengths(ks: Sequence[int], acceptance: Acceptance) -> tuple[int, ...]:
-    """Return the draft lengths to compare."""
     known = acceptance.depth
     if known is not None and max(ks, default=0) > known:
         raise OutriderError(f"k is {max(ks)}, and acceptance is known for {known} positions; use --k 0..{known}")

@@ -48,7 +48,6 @@ class Lengths:
     prefix_tokens: int = 0
 
     def draw(self, rng: random.Random, time: float) -> Arrival:
-        """Return a request at this time."""
         prefix = f"prefix {rng.randrange(self.prefixes)}" if self.prefixes else ""
         shared = self.prefix_tokens if prefix else 0
         return Arrival(
@@ -123,8 +122,9 @@ def _parse(file: str, number: int, line: str) -> Arrival:
     except OutriderError as error:
         raise OutriderError(f"line {number} of {file}: {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = f"there is no {error.args[0]}" if isinstance(error, KeyError) else str(error)
         raise OutriderError(
-            f"line {number} of {file} is not a request ({error!r}); write time, prompt_tokens and output_tokens"
+            f"line {number} of {file} is not a request ({reason}); write time, prompt_tokens and output_tokens"
         ) from None
 
 

@@ -69,7 +69,6 @@ def _costs(options: FleetOptions) -> ServerCosts:
 
 
 def _arrivals(options: FleetOptions, replicas: int) -> list[Arrival]:
-    """Return the requests for so many replicas."""
     lengths = Lengths(
         prompt=options.prompt_tokens,
         output=options.output_tokens,

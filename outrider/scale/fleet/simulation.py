@@ -33,11 +33,7 @@ class Fleet:
     def __init__(
         self, settings: ReplicaSettings, policy: Policy, *, replicas: int, routing: str, seed: int = 0
     ) -> None:
-        """Start so many equal replicas.
-
-        Raises:
-            OutriderError: SimPy is not installed, or an argument is invalid.
-        """
+        """Start so many equal replicas. Raises OutriderError if SimPy is not installed, or an argument is invalid."""
         with needed_by("the simulation", "fleet"):
             import simpy
         if replicas < 1:

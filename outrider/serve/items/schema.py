@@ -206,7 +206,6 @@ class ResponsesRequest(OpenAIFields, TranslatedBody):
 
 
 def _message(item: _AnyItem) -> dict[str, Any]:
-    """Return an item as a message of a chat."""
     if isinstance(item, CallItem):
         return assistant_message("", [call_of(item.call_id, item.name, item.arguments)], "")
     if isinstance(item, OutputItem):

@@ -146,7 +146,6 @@ def _position_metrics(stats: Stats) -> Iterator[Metric]:
 
 
 def _draft_depth(stats: Stats) -> Metric:
-    """Return the histogram of the draft depth."""
     # `stats.offered[i]` passes had a draft deeper than i. The other passes are in the cumulative
     # bucket of depth i.
     deeper = [stats.offered[depth] if depth < len(stats.offered) else 0 for depth in _DEPTH_BUCKETS]

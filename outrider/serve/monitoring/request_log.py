@@ -44,7 +44,6 @@ class Entry:
         self.output_tokens += count
 
     def finish(self, completions: Sequence[Completion]) -> None:
-        """Record the finished completions."""
         self.completions = list(completions)
         self.prompt_tokens = sum(completion.num_input_tokens for completion in completions)
         self.output_tokens = sum(len(completion.token_ids) for completion in completions)

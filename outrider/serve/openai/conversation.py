@@ -123,7 +123,6 @@ def _template_message(message: Message, index: int, role: str, format: CallForma
 
 
 def _template_id(id: str, format: CallFormat) -> str:
-    """Return the id of a call as the template takes it."""
     takes = not format.short_ids or (len(id) == _SHORT_ID and id.isascii() and id.isalnum())
     return id if takes else sha256(id.encode()).hexdigest()[:_SHORT_ID]
 

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from outrider.core.params import InvalidParam
+from outrider.core.validation import mistake
 from outrider.errors import Fault, OutriderError
 from outrider.serve.anthropic.errors import in_api_of
 from outrider.serve.errors import QueueFull
@@ -18,11 +19,12 @@ from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import field_of
 
 _RETRY_HEADERS = {"Retry-After": "1"}  # seconds
-_ROUTE_ERRORS = {  # Starlette's words
+_NO_OBJECT = ("missing", "dict_type", "model_type", "model_attributes_type")  # pydantic's errors of a whole body
+_ROUTE_ERRORS = {  # the words of Starlette and FastAPI
+    "There was an error parsing the body": "the request is not JSON in UTF-8; send such text",
     "Not Found": "there is no such route; /docs lists all routes",
     "Method Not Allowed": "this route does not take this method; /docs lists the methods of all routes",
 }
-_UNKNOWN_FIELD = "this field is unknown; remove it, or check its spelling"
 
 
 class UnknownName(InvalidParam):
@@ -143,5 +145,6 @@ def _validation_response(error: RequestValidationError) -> JSONResponse:
         reason = first.get("ctx", {}).get("error", first["msg"])
         return JSONResponse(error_response(f"the request is not valid JSON: {reason}"), 400)
     field = field_of(first)
-    reason = _UNKNOWN_FIELD if first["type"] == "extra_forbidden" else first["msg"]
-    return JSONResponse(error_response(f"{field or 'the request'}: {reason}", field=field), 400)
+    if field is None and first["type"] in _NO_OBJECT:
+        return JSONResponse(error_response("the request is no JSON object; send one"), 400)
+    return JSONResponse(error_response(f"{field or 'the request'}: {mistake(first)}", field=field), 400)

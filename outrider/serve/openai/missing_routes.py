@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 _CHAT = "send the conversation to /v1/chat/completions"
-_TEXT_ONLY = "this server generates text; use another server for it"
+_TEXT_ONLY = "this server generates text, so use another one"
 _MISSING = {  # path: what to do
     "/v1/threads": _CHAT,
     "/v1/assistants": _CHAT,
@@ -23,7 +23,7 @@ _MISSING = {  # path: what to do
 def add_missing_routes(app: FastAPI) -> None:
     """Add routes that say that they are not supported, and what to do."""
     for path, advice in _MISSING.items():
-        _add(app, path, f"{path} is not supported by this server; {advice}")
+        _add(app, path, f"{path} is not supported; {advice}")
 
 
 def _add(app: FastAPI, path: str, message: str) -> None:

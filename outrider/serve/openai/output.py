@@ -16,11 +16,13 @@ class OutputForm:
     Attributes:
         calls: the format of function calls; None: there are none.
         functions: the schemas of the arguments of functions, by name.
+        required: whether the answer is calls only.
         reasoning: the form of reasoning; None: there is none.
     """
 
     calls: CallFormat | None = None
     functions: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    required: bool = False
     reasoning: Reasoning | None = None
 
 
@@ -29,11 +31,10 @@ class OutputParser:
 
     def __init__(self, form: OutputForm) -> None:
         self._reasoning = ReasoningParser(form.reasoning) if form.reasoning else None
-        self._calls = ToolCallParser(form.calls, form.functions) if form.calls else None
+        self._calls = ToolCallParser(form.calls, form.functions, required=form.required) if form.calls else None
 
     @property
     def calls(self) -> list[ParsedCall]:
-        """The calls so far."""
         return self._calls.calls if self._calls else []
 
     def add_text(self, text: str, *, last: bool) -> list[dict[str, Any]]:

@@ -40,7 +40,6 @@ class ResponseBuilder:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def response(self, completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
-        """Return the response with all completions of `num_prompts` prompts."""
         size = len(completions) // num_prompts
         chosen = []
         for prompt in range(num_prompts):
@@ -105,7 +104,6 @@ class ResponseBuilder:
         return self._head(is_chunk=True) | {"choices": [], "usage": self.usage(completions, num_prompts)}
 
     def usage(self, completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
-        """Return the `usage` object."""
         reasoning = sum(map(self._reasoning_tokens, completions))
         return usage(completions, num_prompts) | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
 

@@ -65,11 +65,19 @@ class JsonEnd:
 class ToolCallParser:
     """Splits generated text into content and function calls. The parts in which the text comes do not matter."""
 
-    def __init__(self, format: CallFormat, functions: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
+    def __init__(
+        self,
+        format: CallFormat,
+        functions: Mapping[str, Mapping[str, Any] | None] | None = None,
+        *,
+        required: bool = False,
+    ) -> None:
         """Parse the calls of a format. The grammar of the request has enforced it.
 
-        `functions` are the schemas of the arguments, by the names of the functions.
+        `functions` are the schemas of the arguments, by the names of the functions. With `required`,
+        there is no content: text outside of a call is a marker that the end of the output has cut.
         """
+        self._required = required
         self._functions = functions or {}
         self._key = ""  # of the argument that is being parsed, if they are written one by one
         self.calls: list[ParsedCall] = []
@@ -182,7 +190,7 @@ class ToolCallParser:
         return -1 if end is None else end
 
     def _add_content(self, text: str) -> None:
-        if not text:
+        if not text or self._required:
             return
         if not self._deltas or "tool_calls" in self._deltas[-1]:
             self._deltas.append({"content": ""})

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from pydantic import Discriminator, Field, PrivateAttr, ValidationError
 
 from outrider.core.params import InvalidParam
+from outrider.core.validation import mistake
 from outrider.serve.openai.blocks import BlockWriter
 from outrider.serve.openai.schema import ChatRequest, EngineFields, field_of
 
@@ -42,11 +43,7 @@ class TranslatedBody(EngineFields):
         """Return the fields of the chat. None: the field is absent. `add_message` collects its messages."""
 
     def chat(self) -> ChatRequest:
-        """Return the chat.
-
-        Raises:
-            InvalidParam: a field is invalid.
-        """
+        """Return the chat. Raises InvalidParam if a field is invalid."""
         engine = {name: getattr(self, name) for name in (*EngineFields.model_fields, "model")}
         fields = engine | self.chat_fields()
         try:
@@ -54,7 +51,7 @@ class TranslatedBody(EngineFields):
         except ValidationError as error:
             first = error.errors()[0]
             field = field_of(first) or "messages"
-            raise InvalidParam(field, f"{field}: {first['msg']}") from error
+            raise InvalidParam(field, f"{field}: {mistake(first)}") from error
 
     def add_message(self, messages: list[dict[str, Any]], message: dict[str, Any], origin: str) -> None:
         """Append a message, or join it with the last one if both are the assistant's."""

@@ -85,11 +85,7 @@ class Session:
         return Step(encoded=encoded, params=params, output=output)
 
     def add(self, completion: Completion) -> None:
-        """Take the completion of the last `step`.
-
-        Raises:
-            OutriderError: it has failed.
-        """
+        """Take the completion of the last `step`. Raises OutriderError if it has failed."""
         if completion.finish_reason is FinishReason.ERROR:
             raise OutriderError(f"{completion.error}; try another dtype")
         if self._detects:

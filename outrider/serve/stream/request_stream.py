@@ -43,7 +43,6 @@ class StreamChunk:
 
     @property
     def last(self) -> bool:
-        """Whether this is the last chunk."""
         return bool(self.completion or self.error)
 
     def merge(self, later: StreamChunk) -> StreamChunk:

@@ -53,7 +53,6 @@ class VideoJob:
         self.seconds += block.seconds
 
     def complete(self, file: VideoFile) -> None:
-        """Store the file."""
         self.file = file
         self.completed_at = int(time.time())
         self.status = "completed"

@@ -93,11 +93,7 @@ def load_served_models(option: str) -> ServedModels:
 
 
 def check_video_packages() -> None:
-    """Check that the packages that write videos are installed.
-
-    Raises:
-        OutriderError: pillow is missing.
-    """
+    """Check that the packages that write videos are installed. Raises OutriderError if pillow is missing."""
     try:
         import PIL  # noqa: F401
     except ImportError:

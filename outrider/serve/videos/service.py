@@ -41,7 +41,6 @@ class VideoService:
         self._thread = Thread(target=self._run, name="videos", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -52,11 +51,7 @@ class VideoService:
         self._thread.join()
 
     def create(self, task: VideoTask) -> VideoJob:
-        """Queue a video and return it.
-
-        Raises:
-            QueueFull: too many videos wait already, or the server stops.
-        """
+        """Queue a video and return it. Raises QueueFull if too many videos wait already, or the server stops."""
         with self._changed:
             if self._stopping:
                 raise QueueFull("the server stops; send the request to another one")
@@ -68,11 +63,7 @@ class VideoService:
         return job
 
     def job(self, id: str) -> VideoJob:
-        """Return a video.
-
-        Raises:
-            UnknownName: there is no such video, or it was deleted or dropped.
-        """
+        """Return a video. Raises UnknownName if there is no such video, or it was deleted or dropped."""
         with self._changed:
             return self._find(id)
 

@@ -113,7 +113,6 @@ def _content(prompt: Prompt) -> str:
 
 
 def _prompt(line: Line) -> Prompt:
-    """Return the prompt of a line."""
     prompt = line.fields.get("prompt")
     messages = line.fields.get("messages")
     category = str(line.fields.get("category", ""))

@@ -82,7 +82,6 @@ class _Call:
         self._result = _call(*self._arguments)
 
     def start(self, timeout: float) -> None:
-        """Start the thread."""
         self._timeout = timeout
         self._deadline = monotonic() + timeout
         self._thread.start()
@@ -100,7 +99,6 @@ class _Call:
 
     @property
     def reward(self) -> Reward:
-        """The result."""
         assert self._result is not None
         return self._result
 

@@ -110,3 +110,13 @@ def group_rejection(groups_of: GroupsOf) -> VerifyFunction:
         return accept_prefix(draft, p, accepted, probs, noise)
 
     return rule
+
+
+def pcg(groups: Groups) -> VerifyFunction:
+    """Return the rule of PCG: it accepts a draft token for its group, and verifies chains (arXiv 2511.13732).
+
+    Given the tokens before it, the group of an emitted token has the target's distribution. An accepted draft token is
+    kept, so within a group the draft decides. If the target's next group depends on the text through its groups only,
+    the sequence of groups has the target's distribution as well.
+    """
+    return group_rejection(lambda _: groups)

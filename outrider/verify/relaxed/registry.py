@@ -13,11 +13,10 @@ from outrider.core.types import Draft, Draw, Verdict
 from outrider.errors import OutriderError
 from outrider.verify.relaxed.bins import bins
 from outrider.verify.relaxed.blend import blend
-from outrider.verify.relaxed.groups import OverlappingGroups
+from outrider.verify.relaxed.groups import OverlappingGroups, pcg
 from outrider.verify.relaxed.gsd import gsd
 from outrider.verify.relaxed.lantern import lantern
 from outrider.verify.relaxed.options import RuleOptions
-from outrider.verify.relaxed.pcg import pcg
 from outrider.verify.relaxed.tables import (
     Points,
     Table,

@@ -3,6 +3,7 @@
 import math
 import os
 import random
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,7 +20,7 @@ from outrider.drafting.plan.known_costs import cost_file, known_costs
 from outrider.drafting.plan.pass_cost import Clock, CostModel, PassCost, Sample
 from outrider.drafting.plan.pricing import DraftPricing
 from outrider.drafting.plan.proposer_stats import RoundLoad
-from outrider.drafting.plan.window import FIXED_DRAFT_LENGTH, Mode, PlanWindow
+from outrider.drafting.plan.window import FIXED_DRAFT_LENGTH, PlanWindow
 from outrider.drafting.propose.leaves import draft_model
 from outrider.errors import OutriderError
 from outrider.llm import LLM
@@ -219,31 +220,29 @@ def test_probes_tell_plain_decoding_from_the_fixed_cost_of_speculation():
     planner = CostPlanner(costs(FLAT), max_draft_tokens=4)
     chosen = simulate(planner, 1, [0.6] * 4, 2000, took=lambda k: (1.6 if k else 1.0, 0.01 * k))
     assert sum(map(bool, chosen)) > 1700
-    assert planner._clock.verify(1, 0, cached=40) == pytest.approx(1.0, abs=0.1)
-    assert planner._clock.verify(1, 4, cached=40) == pytest.approx(1.6, abs=0.1)
+    assert planner.expected_seconds(1, 0, cached=40) == pytest.approx(1.0, abs=0.1)
+    assert planner.expected_seconds(1, 4, cached=40) == pytest.approx(1.6, abs=0.1)
 
 
 @pytest.mark.parametrize(("acceptance", "passes"), [(0.0, 4), (0.5, 8)])
 def test_hopeless_trial_ends_early(acceptance, passes):
     tenth = PassCost(tokens=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)
     planner = CostPlanner(costs(FLAT, tenth), max_draft_tokens=12)
-    modes = []
-    close = planner._close_window
-    planner._close_window = lambda stats: (modes.extend([planner._window.mode] * planner._window.rounds), close(stats))
-    simulate(planner, 1, [acceptance] * 12, 30, took=lambda k: (1.0, 0.1 * k))
-    assert modes.index(Mode.TRIAL) == 0
-    assert modes.count(Mode.TRIAL) == passes
+    chosen = simulate(planner, 1, [acceptance] * 12, 30, took=lambda k: (1.0, 0.1 * k))
+    assert chosen.index(0) == passes
 
 
-def test_the_price_of_draft_tokens_follows_an_easy_or_hard_passage_half_way():
+def test_the_price_of_draft_tokens_follows_an_easy_or_hard_passage_half_way(monkeypatch):
     """The speedup is 1.44 now, and 2.25 over whole texts."""
     planner = CostPlanner(costs(FLAT))
     (proposer,) = planner.proposers
     proposer.best_length = lambda *_: (4, 1.44)
     proposer.add_time(spent=100.0, plain=225.0, saved=0.0, passes=100)
     proposer.idle_rounds = 0
-    planner._choose_alternative(batch(1), RoundLoad.of(batch(1)))
-    assert planner._pricing._token_seconds == pytest.approx(1 / 1.8)  # the geometric mean
+    gains = []
+    monkeypatch.setattr(DraftPricing, "set_speed", lambda pricing, load, gain: gains.append(gain))
+    planner.plan(batch(1), Stats())
+    assert gains == [pytest.approx(1.8)]  # the geometric mean
 
 
 def test_padded_drafts_have_equal_lengths():
@@ -280,14 +279,19 @@ def test_trial_continues_while_the_draft_model_prefills(acceptance):
     assert drafting == 300 if acceptance[0] else 0 < drafting < 60
 
 
-def test_plain_decoding_continues_when_sequences_join_or_leave():
+def test_plain_decoding_continues_when_sequences_join_or_leave(monkeypatch):
     planner = CostPlanner(costs(STEEP), max_draft_tokens=12)
     decisions = []
     plain_rounds = 0
     seconds = 8.0 * 40
     assert set(simulate(planner, 8, [0.0] * 12, 40, took=lambda k: (8.0 * (1 + k), 0.0))) == {0}
-    decide = planner._decide
-    planner._decide = lambda *args: (decisions.append(len(args[0].seqs)), decide(*args))
+    decide = PlanWindow.next
+
+    def counted(window, load, *args, **kwargs):
+        decisions.append(load.seqs)
+        return decide(window, load, *args, **kwargs)
+
+    monkeypatch.setattr(PlanWindow, "next", counted)
     for rounds in range(40, 240):
         changing = batch(7 + rounds // 3 % 2)  # the number of sequences changes in every third round
         plain_rounds += not any(planner.plan(changing, Stats(rounds=rounds, target_seconds=seconds)).draft_budget)
@@ -328,7 +332,6 @@ def test_draft_model_prefills_only_sequences_that_repay_it():
     took = lambda k: (1.0, 0.1 * k)  # noqa: E731
     assert simulate(planner, 2, [0.9] * 4, 101, took=took)[-1] == 4
     prefilled = batch(2)
-    stats = Stats(rounds=planner._stats.rounds + planner._window.rounds)
 
     def with_third(budget, start):
         """Return the batch of two prefilled sequences and a third one."""
@@ -336,11 +339,10 @@ def test_draft_model_prefills_only_sequences_that_repay_it():
         seqs = (*prefilled.seqs, SequenceState(request=request, slot=2, token_ids=[0] * (start + 1)))
         return Batch(seqs=seqs, start=(10, 10, start), feed=((0,),) * 3, budget=DraftBudget((20, 20, budget)))
 
-    window = planner._window
     budgets = []
     for budget, start in ((20, 10), (20, 1000), (2, 500)):
-        planner._window = replace(window)
-        budgets.append(planner.plan(with_third(budget, start), stats).draft_budget)
+        planned = deepcopy(planner).plan(with_third(budget, start), Stats(rounds=101))
+        budgets.append(planned.draft_budget)
     assert [bool(third) for _, _, third in budgets] == [True, False, False]
     assert all(first and second for first, second, _ in budgets)
 
@@ -352,8 +354,9 @@ def test_draft_that_shares_the_cache_of_the_target_has_no_prefill():
     for shares_cache in (False, True):
         planner = CostPlanner(costs(FLAT, replace(draft, shares_cache=shares_cache)), max_draft_tokens=4)
         simulate(planner, 1, [0.9] * 4, 100, took=lambda k: (1.0, 0.1 * k))
-        planner._window = PlanWindow(RoundLoad.of(batch(1)))  # plain decoding
         next_text = batch(1, start=500, first=7)
+        prefill = replace(next_text, start=(0,), feed=((0,) * 500,), budget=DraftBudget((0,)))
+        assert not any(planner.plan(prefill, Stats(rounds=100)).draft_budget)  # plain decoding
         started.append(any(planner.plan(next_text, Stats(rounds=101)).draft_budget))
     assert started == [False, True]
 
@@ -561,5 +564,4 @@ def test_sequences_of_a_trial_continue_if_other_prefills_do_not_pay():
     planner = CostPlanner(costs(FLAT, expensive_prefill), max_draft_tokens=12)
     simulate(planner, 8, [0.9] * 12, 9, took=lambda k: (1.0, 0.01 * k))
     assert not planner.proposers[0].trial_passes_left
-    stats = Stats(rounds=planner._stats.rounds + planner._window.rounds)
-    assert sum(map(bool, planner.plan(batch(8), stats).draft_budget)) == 2
+    assert sum(map(bool, planner.plan(batch(8), Stats(rounds=9)).draft_budget)) == 2

@@ -122,6 +122,7 @@ def test_only_newlines_end_a_line(tmp_path):
     ("line", "message"),
     [
         ("{", "2: not JSON"),
+        ('{"prompt', "Unterminated string starting at column 2"),
         ("[]", "2: not a JSON object"),
         ('{"category": 3, "prompt": "x"}', "2: category must be a string"),
         ('{"category": "", "prompt": "x"}', "2: category must be a string"),

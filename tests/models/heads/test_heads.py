@@ -11,7 +11,6 @@ from outrider.core import tree
 from outrider.core.draws import DrawParams, Draws
 from outrider.core.noise import PositionNoise, inverse_cdf
 from outrider.core.params import SamplingParams
-from outrider.core.planner import FixedPlanner
 from outrider.core.target import ChainSampler, draft_by_scores
 from outrider.drafting.plan.calibrate import measure_pass
 from outrider.drafting.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
@@ -101,18 +100,19 @@ def test_number_of_pending_states_is_bounded(kind, make, tmp_path, monkeypatch):
             llm.submit(prompt, SamplingParams(max_tokens=28, ignore_eos=True))
         for _ in range(20):
             llm.engine.step()
-        pending = llm.parts.proposer.model._hidden_states._pending.values()
-        num_pending = max(sum(len(states) for _, states in pieces) for pieces in pending)
-        llm.engine._planner = FixedPlanner(3)
+        num_pending = max(map(llm.parts.proposer.model.num_pending_states, range(2)))
+        llm.parts.planner.k = 3
         llm.engine.on_round = lambda round, drafts=drafts: drafts.append(round.draft.host_tokens())
         while llm.engine.busy():
             llm.engine.step()
         results.append((drafts, num_pending))
+        if isinstance(llm.parts.proposer.model.cache, NoCache):
+            assert llm.parts.proposer.model.cache.bytes() < 90 * MINI.hidden * 4  # the states of 90 tokens
     (unbounded_drafts, unbounded_pending), (bounded_drafts, bounded_pending) = results
     assert bounded_drafts == unbounded_drafts
     assert max(map(len, unbounded_drafts[0])) > 0
     if isinstance(llm.parts.proposer.model.cache, NoCache):
-        assert unbounded_pending == 1
+        assert unbounded_pending == 0
     else:
         assert unbounded_pending > 90
     assert bounded_pending <= 16

@@ -92,10 +92,10 @@ def test_longer_draft_runs_until_a_recording_would_have_been_cheaper(shelf, monk
     """4 of 8 steps are in vain, which takes 8 ms. A recording of 4 steps takes 120 ms."""
     target, seq = load_timed(shelf, monkeypatch, eager=10 * MS)
     for _ in range(14):
-        before = target.graphs._record.count
+        before = target.graphs.recorder.count
         draft(target, seq, 4)
         assert drafts(target) == {8}
-        assert target.graphs._record.count == before + 1
+        assert target.graphs.recorder.count == before + 1
     draft(target, seq, 4)
     assert drafts(target) == {8, 4}
 
@@ -103,11 +103,11 @@ def test_longer_draft_runs_until_a_recording_would_have_been_cheaper(shelf, monk
 def test_longer_draft_does_not_run_if_the_eager_pass_is_faster(shelf, monkeypatch):
     """8 recorded steps take 16 ms, and one eager step takes 10 ms, two 20 ms."""
     target, seq = load_timed(shelf, monkeypatch, eager=10 * MS)
-    before = target.graphs._record.count
+    before = target.graphs.recorder.count
     draft(target, seq, 1)
-    assert target.graphs._record.count == before
+    assert target.graphs.recorder.count == before
     draft(target, seq, 2)
-    assert target.graphs._record.count == before + 1
+    assert target.graphs.recorder.count == before + 1
     draft(target, seq, 1)  # its second use
     assert drafts(target) == {8, 1}
 
@@ -137,7 +137,7 @@ def test_shape_that_fails_is_eager_and_others_stay_recorded(shelf, caplog):
     for tokens in (0, 0, 0, 12, 12, 12, 28, 28, 28, 0):
         logits = score(target, seq, tokens).logits
     assert columns(target) == {4}
-    assert target.graphs._record.recorded == 1
+    assert target.graphs.recorder.recorded == 1
     assert logits.isfinite().all()
     (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "the pass over 1 x 16 tokens and 16 cache entries cannot be recorded as a CUDA graph (illegal)" in message
@@ -221,7 +221,7 @@ def test_other_expert_at_a_near_tie_is_no_difference(shelf):
     target, seq = load_tied(shelf, 1e-4)
     for _ in range(8):
         last = score(target, seq, 3)
-    assert target.graphs._enabled
+    assert target.graphs.enabled
     assert columns(target) == {8}
     assert last.best is not None
     drafted = tree.chain(torch.ones(1, 3, dtype=torch.int64), (3,))
@@ -234,7 +234,7 @@ def test_other_expert_without_a_tie_is_a_difference(shelf):
     target, seq = load_tied(shelf, 0.5)
     for _ in range(8):
         score(target, seq, 3)
-    assert not target.graphs._enabled
+    assert not target.graphs.enabled
 
 
 def test_wrong_logits_of_a_mixture_of_experts_are_a_difference(shelf):
@@ -246,13 +246,13 @@ def test_wrong_logits_of_a_mixture_of_experts_are_a_difference(shelf):
     target, seq = load_tied(shelf, 1e-4, WrongRecorder())
     for _ in range(8):
         scores = score(target, seq, 3)
-    assert not target.graphs._enabled
+    assert not target.graphs.enabled
     assert scores.best is None
 
 
 def test_passes_share_the_memory_of_their_logits(shelf):
     target, _ = load(shelf.folder("llama"), FakeRecorder())
-    model = target.graphs._model
+    model = target.graphs.model
     shapes = [Bucket(rows=2, columns=size, length=16) for size in (8, 1, 4)]
     logits = [StaticPass(model, bucket).score()[0] for bucket in shapes]
     assert {each.data_ptr() for each in logits} == {logits[0].data_ptr()}

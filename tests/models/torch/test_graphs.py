@@ -22,6 +22,7 @@ from outrider.models.loader.load import load_checkpoint
 from outrider.models.torch import cuda_graphs, graph_buckets
 from outrider.models.torch.attention import NAME
 from outrider.models.torch.attention_target import AttentionTarget
+from outrider.models.torch.graph_check import Comparison
 from outrider.models.torch.recurrent_target import RecurrentTarget
 from outrider.models.torch.static_pass import Bucket, SpareCache, StaticModel, StaticPass
 from outrider.testing.drive import append, make_round, random_tree
@@ -64,7 +65,7 @@ def assert_close(actual, expected):
 
 
 def replay_count(target):
-    return target.graphs._record.count
+    return target.graphs.recorder.count
 
 
 def admit_and_record(target, texts):
@@ -174,12 +175,12 @@ def test_replay_writes_only_the_entries_of_its_tokens(shelf):
         eager = load_target(shelf.folder("llama"))
         eager_seqs = [tiny.admit(eager, seq.slot, seq.token_ids) for seq in running]
         expected = eager.score(tiny.everything(eager_seqs), draft).logits
-        before = {layer: keys.clone() for layer, keys in target.cache._keys.items()}
+        before = [target.cache.of(layer)[0].clone() for layer in range(tiny.LAYERS)]
         scores = result_of_replay(target, lambda: target.score(batch, draft))
     for b, width in enumerate(draft.width):
         assert_close(scores.logits[b, : 1 + width], expected[b, : 1 + width])
-    for layer, keys in target.cache._keys.items():
-        changed = (keys != before[layer]).any(-1).any(1)[:, : target.cache.spare]  # [slots, entries]
+    for layer, old_keys in enumerate(before):
+        changed = (target.cache.of(layer)[0] != old_keys).any(-1).any(1)[:, : target.cache.spare]  # [slots, entries]
         for slot in range(4):
             start = 9 + slot if slot in (1, 3) else 0
             count = {3: 2 + 3, 1: 2 + 2}.get(slot, 0)
@@ -320,7 +321,7 @@ def test_wrong_recording_is_disabled(shelf):
     plain = run_engine(load_target(shelf.folder("llama")), None, params, prompts)
     target = load_target(shelf.folder("llama"), record=WrongRecorder())
     assert run_engine(target, None, params, prompts) == plain
-    assert not target.graphs._enabled
+    assert not target.graphs.enabled
     assert target.graphs.buckets() == ()
 
 
@@ -408,7 +409,7 @@ def test_static_pass_never_synchronizes_with_the_host(name, kind, shelf):
         seq = tiny.admit(target, 0, TEXT[:12])
         target.score(tiny.everything([seq]), tree.empty(1, CPU))
         bucket = Bucket(rows=2, columns=4, length=16, trees=kind == "tree", steps=3 if kind == "draft" else 0)
-        buffers = StaticPass(target.graphs._model, bucket)
+        buffers = StaticPass(target.graphs.model, bucket)
         with ForbidHostSync():
             (buffers.draft_greedy if kind == "draft" else buffers.score)()
 
@@ -466,8 +467,8 @@ def test_round_reads_from_the_device_once(temperature, shelf, monkeypatch):
             id=i, prompt_token_ids=tuple(TEXT[: 8 + i]), params=params, seed=i, end_ids=frozenset(), max_tokens=30
         )
         engine.add(request)
-    for model in (target, draft):  # the comparison with the eager pass reads from the device
-        model.graphs._compare = lambda recorded, scored, scores, eager: scores
+    # The comparison with the eager pass reads from the device.
+    monkeypatch.setattr(cuda_graphs, "compare", lambda model, buffers, scored, scores, eager: Comparison(scores, True))
     counts = []
     while engine.busy():
         with _HostSyncs() as syncs:
@@ -496,15 +497,15 @@ def test_compiled_layers_equal_eager_layers(shelf):
             run()
 
             def replay():
-                recorded.graphs._model.compiled = True
+                recorded.graphs.model.compiled = True
                 try:
                     return run()
                 finally:
-                    recorded.graphs._model.compiled = False
+                    recorded.graphs.model.compiled = False
 
             return replay
 
-        recorded.graphs._record = record_compiled
+        recorded.graphs.recorder = record_compiled
         recorded.graphs.warm(rows=2, length=64, columns=(5,))
         assert recorded.graphs.compiled
         assert counters["stats"]["unique_graphs"] == 1
@@ -578,7 +579,7 @@ def test_kernel_for_shared_keys_gives_the_same_logits(name, num_seqs, shelf, mon
             assert drafts[0] == drafts[1]
             for target, rows in zip((recorded, eager), seqs, strict=True):
                 tiny.grow(target, rows, random.Random(round))
-    assert recorded.graphs._enabled
+    assert recorded.graphs.enabled
     assert any(calls)
 
 

@@ -138,11 +138,11 @@ def records(target, seq):
     if target.graphs is None:
         return False
     eager = next_logits(target, seq)
-    if not target.graphs._model.ready():
+    if not target.graphs.model.ready():
         return False
     for kind in ("chain", "tree", "draft"):
         bucket = Bucket(rows=2, columns=4, length=16, trees=kind == "tree", steps=3 if kind == "draft" else 0)
-        buffers = StaticPass(target.graphs._model, bucket)
+        buffers = StaticPass(target.graphs.model, bucket)
         try:
             with ForbidHostSync():
                 (buffers.draft_greedy if kind == "draft" else buffers.score)()
@@ -150,7 +150,7 @@ def records(target, seq):
             return False
     for _ in range(4):
         logits = next_logits(target, seq)
-    assert target.graphs._record.count > 0
+    assert target.graphs.recorder.count > 0
     assert (logits - eager).norm() < TOLERANCE * eager.norm()
     return True
 

@@ -13,7 +13,7 @@ from tests.helpers import triton as helper
 from outrider.models.triton import linear as products  # isort: skip
 from outrider.models.triton.linear import Tile
 
-_NUMBERS = ("rows", "outputs", "inputs", "x_stride", "values_stride", "residual_stride")
+_NUMBERS = ("rows", "outputs", "inputs", "x_stride", "values_stride", "out_stride", "residual_stride")
 
 
 class Kind(NamedTuple):
@@ -25,6 +25,7 @@ class Kind(NamedTuple):
     zero: str = ""
     group: int = 0
     scale_rows: int = 1
+    factor: str = ""  # of integer scales
 
 
 KINDS = {
@@ -36,6 +37,11 @@ KINDS = {
     "int4 of 32": Kind("int4", 4, "*fp16", group=32),
     "int4 with a minimum": Kind("int4", 4, "*fp32", "*fp32", 32),
     "int8 with a minimum": Kind("int8", 8, "*fp32", "*fp32", 32),
+    "Q4_K": Kind("int4", 4, "*i8", "*u8", 32, factor="*fp16"),
+    "Q5_K": Kind("int6", 8, "*i8", "*u8", 16, factor="*fp16"),
+    "Q6_K": Kind("int6", 8, "*i8", group=16, factor="*fp16"),
+    "Q3_K": Kind("int4", 4, "*i8", group=16, factor="*fp16"),
+    "Q2_K": Kind("int4", 4, "*i8", "*u8", 16, factor="*fp16"),
 }
 
 
@@ -47,13 +53,17 @@ KINDS = {
     "int4-16-80",
     "int4-32-90",
     "int4 with a minimum-64-90",
+    "Q4_K-8-90",
+    "Q6_K-8-80",
+    "Q6_K-64-100",
+    "Q5_K-32-90",
 )
 @pytest.mark.parametrize("capability", helper.CAPABILITIES)
 @pytest.mark.parametrize("rows", [8, 16, 32, 64, 256])
 @pytest.mark.parametrize("kind", KINDS)
 def test_build(kind, rows, capability, tmp_path):
-    shifted = KINDS[kind].zero == "*fp32"
-    tile = products.choose_tile(rows, 9000, KINDS[kind].bits, grouped=KINDS[kind].group > 0, shifted=shifted)
+    costly = KINDS[kind].factor != "" or KINDS[kind].zero == "*fp32"
+    tile = products.choose_tile(rows, 9000, KINDS[kind].bits, grouped=KINDS[kind].group > 0, costly=costly)
     assembly, built = compiled(KINDS[kind], tile, capability, tmp_path)
     assert built.stack == 0
     assert built.shared < 100 * 1024
@@ -79,11 +89,11 @@ def compiled(kind: Kind, tile: Tile, capability: int, cache: Path) -> tuple[str,
     kernel = products._chain if tile.form == "split" else products._product
     types = {"x": "*bf16", "values": "*bf16" if kind.bits == 16 else "*u8", "residual": "*bf16", "out": "*bf16"}
     types |= {"sums": "*fp32", "squares": "*fp32", "epsilon": "fp32", **dict.fromkeys(_NUMBERS, "i32")}
-    types |= {"scale": kind.scale, "zero": kind.zero, "norm": "*bf16" if tile.rows <= 64 else ""}
+    types |= {"scale": kind.scale, "zero": kind.zero, "factor": kind.factor, "norm": "*bf16" if tile.rows <= 64 else ""}
     types = {name: each for name, each in types.items() if each and name in kernel.arg_names}
     constants = {"KIND": kind.name, "GROUP": kind.group, "SCALE_ROWS": kind.scale_rows, "GATE": "", "EVEN": True}
     constants |= {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "PARTS": tile.warps}
-    constants |= dict.fromkeys({"scale", "zero", "bias", "norm"} - types.keys())
+    constants |= dict.fromkeys({"scale", "zero", "factor", "bias", "norm"} - types.keys())
     constants = {name: each for name, each in constants.items() if name in kernel.arg_names}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     built = helper.build(kernel, types, constants, capability=capability, cache=cache, **options)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.core import tree
 from outrider.errors import UnsupportedModel
+from outrider.models.loader.check import check_target
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.quantized.weights import QuantizedWeights
 from outrider.models.torch.gguf_linear import BlockWeight
@@ -71,24 +72,30 @@ def test_inputs_in_another_order_are_refused(tmp_path):
         from_weight(weights["w.weight"])
 
 
-@pytest.mark.parametrize("kind", gguf.KINDS)
+def random_blocks(kind):
+    files = pytest.importorskip("tests.helpers.gguf_files")
+    return BlockWeight(files.random_blocks(kind, 16, 512), kind, 512)
+
+
+@pytest.mark.parametrize("kind", gguf.BITS)
 def test_gguf_blocks(kind):
-    package = pytest.importorskip("gguf")
-    generator = np.random.default_rng(0)
-    values, size = package.GGML_QUANT_SIZES[package.GGMLQuantizationType[kind]]
-    data = generator.integers(0, 256, (16, 512 // values, size), dtype=np.uint8)
-    numbers = 1 if kind in ("Q4_0", "Q5_0", "Q8_0") else 2
-    data[..., : 2 * numbers] = generator.random((16, 512 // values, numbers)).astype(np.float16).view(np.uint8)
-    rows = data.reshape(16, -1)
-    weight = from_weight(BlockWeight(rows, kind, 512))
-    assert weight.kind == ("int4" if kind.startswith("Q4") else "int8")
-    expected = torch.from_numpy(package.dequantize(rows, package.GGMLQuantizationType[kind]))
-    torch.testing.assert_close(weight.dequantize(), expected, rtol=1e-6, atol=5e-5 if kind in ("Q4_1", "Q4_K") else 0)
+    blocks = random_blocks(kind)
+    weight = from_weight(blocks)
+    torch.testing.assert_close(weight.dequantize(), blocks.dequantize(), rtol=1e-6, atol=1e-5)
+    assert weight.nbytes == gguf.device_bytes(kind, (16, 512), torch.bfloat16)
+
+
+def test_parts_of_a_matrix_may_differ_in_type():
+    parts = [from_weight(random_blocks(kind)) for kind in ("Q4_K", "Q4_K", "Q6_K")]
+    joined = stacked([*parts, torch.ones(8, 512)])
+    assert [part.shape[0] for part in joined.parts] == [32, 16, 8]
+    assert torch.equal(joined.dequantize(), torch.cat([*(part.dequantize() for part in parts), torch.ones(8, 512)]))
+    assert stacked(parts[:2]).kind == "int4"
 
 
 def test_gguf_types_without_equal_blocks_are_refused():
-    with pytest.raises(UnsupportedModel, match="Q6_K do not stay quantized on a GPU; use Q4_0"):
-        from_weight(BlockWeight(np.zeros((1, 210), dtype=np.uint8), "Q6_K", 256))
+    with pytest.raises(UnsupportedModel, match="IQ4_XS do not stay quantized on a GPU; use Q4_0"):
+        from_weight(BlockWeight(np.zeros((1, 136), dtype=np.uint8), "IQ4_XS", 256))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -114,3 +121,25 @@ def test_models_keep_their_weights_quantized(name, tmp_path, monkeypatch):
     logits = target.score(tiny.everything([row]), tree.empty(1, torch.device("cpu"))).logits
     expected = written.model(torch.tensor([prompt])).logits[:, -1]
     torch.testing.assert_close(logits.view(1, -1), expected, rtol=1e-3, atol=1e-3)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tied", [False, True])
+def test_gguf_models_keep_their_weights_quantized(tied, tmp_path, monkeypatch):
+    """A file of Q4_K_M: values, down and the LM head are Q6_K. One of its matrices has a type that is expanded."""
+    files = pytest.importorskip("tests.helpers.gguf_files")
+    triton_reference.use(monkeypatch)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    settings = {"num_hidden_layers": 2, "max_position_embeddings": 256, "tie_word_embeddings": tied}
+    model = AutoModelForCausalLM.from_config(make_config("LlamaConfig", **sizes, **settings))
+    kinds = {"0.attn_output": "Q4_K", "1.attn_output": "IQ4_XS"}
+    kinds |= dict.fromkeys(("attn_v", "ffn_down", "output.weight"), "Q6_K")
+    path = files.write_gguf(tmp_path / "model.gguf", model, "Q4_K", kinds=kinds)
+    checkpoint = load_checkpoint(path, device="cpu", dtype="float32", kernels="triton")
+    target = TritonTarget(checkpoint, slots=1, context=128)
+    decoder = target._decoder
+    assert [part.kind for part in decoder._layers[0].qkv.parts] == ["int4", "int6"]
+    assert (decoder._layers[0].gate_up.kind, decoder._layers[0].down.kind) == ("int4", "int6")
+    assert isinstance(decoder._layers[1].out, torch.Tensor)
+    assert (decoder._embedding.kind, decoder._head.kind) == ("int4", "int4" if tied else "int6")
+    check_target(target, checkpoint)  # raises where the logits of a tree differ

@@ -95,7 +95,7 @@ def test_traces(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{}", "line 1 of .* is not a request"),
+        ("{}", "line 1 of .* is not a request \\(there is no time\\)"),
         ("[]", "is not a request"),
         ("no", "is not a request"),
         ('{"time": -1, "prompt_tokens": 1, "output_tokens": 1}', "use seconds of at least 0"),

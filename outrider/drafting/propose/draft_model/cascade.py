@@ -76,7 +76,6 @@ class Cascade(WrappedTarget):
         return best.tolist(), logits
 
     def _index(self, seq: SequenceState) -> _NgramIndex:
-        """Return the index of a sequence, with all its tokens."""
         index = self._indexes.get(seq.slot)
         if index is None or index.seq is not seq:
             index = self._indexes[seq.slot] = _NgramIndex(seq)
@@ -106,7 +105,6 @@ class _NgramIndex:
         self._positions: dict[tuple[int, ...], int] = {}
 
     def update(self) -> None:
-        """Add the new tokens of the sequence."""
         tokens = self.seq.token_ids
         for position in range(max(self._num_tokens, 1), len(tokens)):
             for size in _NGRAM_SIZES:

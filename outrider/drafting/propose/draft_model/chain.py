@@ -112,7 +112,6 @@ class DraftModelProposer:
 
     @property
     def model(self) -> Target:
-        """The draft model."""
         return self._model
 
     def bytes(self) -> int:

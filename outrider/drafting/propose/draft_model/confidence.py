@@ -37,7 +37,6 @@ class Confidence:
         self._texts: dict[int, list[float]] = {}  # by slot, the bias of its text, and its curvature
 
     def begin_text(self, slot: int) -> None:
-        """Start a text in `slot`."""
         self._texts[slot] = [0.0, _TEXT_CURVATURE]
 
     def stop_rule(

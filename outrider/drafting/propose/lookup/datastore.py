@@ -287,7 +287,6 @@ class _SortedGroups(NamedTuple):
 
 
 def _sorted_groups(keys: NDArray[np.uint64]) -> _SortedGroups:
-    """Sort keys [n]."""
     order = np.argsort(keys)
     keys = keys[order]
     is_first = np.concatenate([[True], keys[1:] != keys[:-1]])
@@ -296,7 +295,6 @@ def _sorted_groups(keys: NDArray[np.uint64]) -> _SortedGroups:
 
 
 def _map(path: Path, size: int) -> mmap.mmap:
-    """Map a file of `size` bytes into memory."""
     try:
         with path.open("rb") as file:
             actual_size = os.fstat(file.fileno()).st_size

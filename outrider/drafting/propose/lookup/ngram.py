@@ -34,7 +34,6 @@ class _Index:
         self._positions: dict[tuple[int, ...], list[int]] = {}
 
     def __len__(self) -> int:
-        """Return the number of indexed tokens."""
         return len(self._tokens)
 
     def append(self, token: int) -> None:

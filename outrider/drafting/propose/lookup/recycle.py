@@ -252,7 +252,6 @@ class _Parent(NamedTuple):
 
 
 def _prior(kind: int) -> float:
-    """Return the prior acceptance of a kind."""
     source, level_and_rank = divmod(kind, _KINDS_PER_SOURCE)
     level, rank = divmod(level_and_rank, _NUM_SUCCESSORS)
     if level == _PROMPT_LEVEL:

@@ -34,7 +34,6 @@ class Automaton:
         return self.length[self.last]
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens."""
         count = self.count
         link = self.link
         for token in tokens:
@@ -66,7 +65,6 @@ class Automaton:
         return [first] if others is None else [first, *islice(others.items(), most - 1)]
 
     def bytes(self) -> int:
-        """Return the memory in bytes."""
         arrays = (self.first, self.next, self.link, self.length, self.count)
         array_bytes = sum(each.itemsize * len(each) for each in arrays)
         return array_bytes + self.more.__sizeof__() + sum(others.__sizeof__() for others in self.more.values())

@@ -127,7 +127,6 @@ class History:
         return self._num_tokens
 
     def bytes(self) -> int:
-        """Return the memory in bytes."""
         texts = sum(output.text.__sizeof__() for output in self._outputs.values())
         return texts + sum(tree.bytes() for tree in self._trees.values())
 

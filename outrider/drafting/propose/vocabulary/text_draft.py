@@ -120,7 +120,6 @@ class TextProposer:
 
     @property
     def model(self) -> Target:
-        """The draft model."""
         return self._model
 
     def _plan_pass(self, batch: Batch, b: int) -> _DraftPass | None:

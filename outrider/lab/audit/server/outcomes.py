@@ -37,7 +37,6 @@ class Tree:
     ambiguity: float  # probability of the texts' other tokenizations, at temperature 1; part of the distribution
 
     def outcome(self, answer: Answer) -> Outcome:
-        """Return the outcome of a completion."""
         if self.texts is not None:
             known = not answer.ended and answer.text in self.texts.values()
             return (answer.text,) if known else (OTHER,)

@@ -52,7 +52,6 @@ class ServerAuditResult:
 
     @property
     def passed(self) -> bool:
-        """Whether all tests passed."""
         return self.replay.passed and self.sampling.distribution.passed
 
     @property

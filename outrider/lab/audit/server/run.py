@@ -76,7 +76,6 @@ class _Audit:
 
     @property
     def config(self) -> EngineConfig:
-        """The model."""
         return self.settings.engine
 
     @property

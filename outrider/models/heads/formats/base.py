@@ -100,7 +100,6 @@ class Source:
 
     @property
     def names(self) -> Collection[str]:
-        """The names of all tensors."""
         return self._tensors.keys()
 
     def take(self, name: str) -> torch.Tensor:

@@ -160,7 +160,6 @@ class Blocks(Format):
     def _tensors(
         self, description: HeadDescription, body: Body, weights: Tensors, target: TargetInfo | None
     ) -> Tensors:
-        """Return all tensors."""
         assert description.block is not None
         stored_names = {**_REQUIRED, **_TABLES, **self._kind.names_in(self.nested)}
         tensors = stored(weights, stored_names, optional=True) | stored_confidence(description.block, weights)

@@ -128,7 +128,6 @@ class Gemma4Assistant(Format):
 
 
 def _read_layer_types(text: ConfigReader) -> tuple[str, ...]:
-    """Return the type of each layer."""
     switches = ("enable_moe_block", "use_double_wide_mlp", "attention_bias")
     has_other_layers = (
         any(text.boolean(name, False) for name in switches)
@@ -254,7 +253,6 @@ def _shared_kv(text: ConfigReader, i: int, layer_type: str, head_dim: int, targe
 
 
 def _last_layer(target: TargetInfo | None, layer_type: str) -> int:
-    """Return the target's last layer of this type."""
     if target is None or not target.layer_types:
         raise TargetRequired(
             "the layers that it attends to depend on its target, a Gemma 4 model; give the target with --target DIR"

@@ -236,7 +236,6 @@ def _reasons(description: HeadDescription) -> dict[str, bool]:
 
 
 def _vocab_size(source: Source) -> int:
-    """Return the vocabulary size of the target."""
     if "vocab_size" in source.config:
         return source.config.size("vocab_size")
     if source.target is None:

@@ -260,7 +260,6 @@ class Mtp(Format):
         return tensors
 
     def _target_layers(self, config: ConfigReader) -> int:
-        """Return the number of layers of the target."""
         return config.size("num_hidden_layers")
 
     def _body(self, config: ConfigReader, source: Source, prefix: str) -> Body:
@@ -287,7 +286,6 @@ class Mtp(Format):
         return layer_tensors(weights, 0, prefix + self.layer)
 
     def _layer_config(self, body: Body, vocab: int, target: TargetInfo | None) -> Config:
-        """Return the config of the decoder layer."""
         config = write_body(body, vocab, target)
         return {**config, "model_type": _GATED_MODEL_TYPE} if body.attention_gate else config
 

@@ -41,7 +41,6 @@ class ParallelHead(HeadBase):
             )
 
     def _make_blocks(self, head: int) -> nn.Sequential:
-        """Return the residual blocks of one head."""
         width = self.description.target_hidden
         blocks = []
         for i in range(self.stack.layers):

@@ -140,7 +140,6 @@ class GGUFFile:
         return str(self.fields.get("general.architecture", ""))
 
     def field(self, name: str, default: Any = None) -> Any:
-        """Return a metadata field, or `default`."""
         return self.fields.get(name, default)
 
     def size(self, name: str, default: Any = None) -> Any:

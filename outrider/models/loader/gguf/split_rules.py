@@ -82,7 +82,6 @@ class SplitRule:
     bos: bool = False  # whether texts begin with the begin-of-text token if the file does not say
 
     def pre_tokenizer(self) -> Any:
-        """Return the pre-tokenizer of the tokenizers library."""
         steps: list[Any] = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in self.expressions]
         if self.digits:
             steps.append(pre_tokenizers.Digits(individual_digits=True))

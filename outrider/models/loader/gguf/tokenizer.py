@@ -92,7 +92,6 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
 
 
 def _merges(file: GGUFFile) -> Merges:
-    """Return the merges that the file lists."""
     return [tuple(merge.split(" ", 1)) for merge in file.field("tokenizer.ggml.merges") or ()]
 
 

@@ -125,7 +125,6 @@ class GGUFWeights(Weights):
 
     @property
     def expert_types(self) -> set[str]:
-        """The types of the experts."""
         names = (name for source in self._sources.values() if source.experts for name in source.tensors)
         return {self._file.tensors[name].kind for name in names}
 

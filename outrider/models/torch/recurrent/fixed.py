@@ -24,7 +24,6 @@ class StagedRows(NamedTuple):
     entries: dict[int, Tensors]  # by layer: [R, E, ...]
 
     def rows(self, index: torch.Tensor | slice = slice(None)) -> Rows:
-        """Return some of the rows."""
         return Rows(ancestors=self.ancestors[index], parent=self.parent[index], num_new=0, is_chain=False)
 
 

@@ -236,7 +236,6 @@ def chunk_ends(start: int, feed: int) -> list[int]:
 
 
 def _chunks(row: int, span: SequenceSpan) -> list[Chunk]:
-    """Return the chunks of a feed."""
     stops = chunk_ends(span.start, span.end - span.begin - span.nodes)
     begins = [span.start, *stops]
     offset = span.begin - span.start

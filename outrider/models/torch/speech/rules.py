@@ -48,7 +48,6 @@ class SpeechRules:
 
     @property
     def frames_per_second(self) -> float:
-        """Frames per second of audio."""
         return self.rate / int(self.extractor.hop_length)
 
     def silence(self) -> AudioFeatures:
@@ -124,7 +123,6 @@ class SpeechRules:
         return language is None and task is None and self.task is None and None not in self.forced and bool(self.forced)
 
     def _multilingual(self, language: str | None, task: str) -> list[int]:
-        """Return the tokens of a language and a task."""
         known = sorted(self.languages)
         if language is None:
             some = ", ".join(known[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
