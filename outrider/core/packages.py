@@ -20,7 +20,8 @@ def needed_by(user: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise OutriderError(f'{user} needs {error.name}; run pip install "outrider[{extra}]"') from error
+        missing = error.name or f"other packages ({error})"
+        raise OutriderError(f'{user} needs {missing}; run pip install "outrider[{extra}]"') from error
 
 
 @cache

@@ -263,11 +263,12 @@ def _stacked(parts: list[QuantizedWeight]) -> list[QuantizedWeight]:
     first = parts[0]
     if any(part.shape[0] % first.scale_rows for part in parts[:-1]):
         return parts
-    tables: dict[str, Any] = {
-        name: torch.cat([part.tensors()[name] for part in parts], 0 if name == "values" else -1)
-        for name in first.tensors()
-    }
-    return [replace(first, shape=torch.Size([sum(part.shape[0] for part in parts), first.shape[1]]), **tables)]
+    tables: dict[str, Any] = {}
+    for name in first.tensors():
+        tensors = [part.tensors()[name] for part in parts]
+        tables[name] = torch.cat(tensors, 0 if name == "values" else -1)
+    outputs = sum(part.shape[0] for part in parts)
+    return [replace(first, shape=torch.Size([outputs, first.shape[1]]), **tables)]
 
 
 def _integers(
