@@ -77,8 +77,9 @@ class EngineConfig:
     """int8 or int4 weights for a draft model or draft head, LM head included, on the native kernels of a CPU. The
     output does not change. Default: the weights as stored."""
     draft_candidates: Annotated[int | None, Option("N", MODEL)] = None
-    """Let a small copy of a draft model's LM head rank the vocabulary in panels of 32 tokens, and compute exact logits
-    for the N best panels, such as 64. On the native kernels of a CPU. The output does not change. Default: all."""
+    """Let factors of the LM head of a draft model or of quantized:int4 rank the vocabulary in panels of 32 tokens, and
+    compute exact logits for the N best panels, such as 64. On the native kernels of a CPU. The output does not change.
+    Default: 256 for quantized:int4 of a small model with a large vocabulary, otherwise all."""
     plan: Annotated[str | Path | None, Option("FILE", MODEL)] = None
     """With k auto: load what the planner has learned from this file, if there is one, and save it at the end."""
     tp: Annotated[int, Option("N", MODEL, min=1)] = 1

@@ -39,7 +39,7 @@ class ProposerSetup:
     check: str = ONCE  # when the logits of a draft model are checked at load, as in `EngineConfig`
     draft_quantize: str | None = None  # int8 or int4 weights of a draft model or head; None: as stored
     kv_dtype: str = AUTO  # of the KV cache of a draft model on the native kernels, as in `EngineConfig`
-    draft_candidates: int | None = None  # panels of a draft model's LM head with exact logits; None: all
+    draft_candidates: int | None = None  # panels of a draft's LM head with exact logits; None: the default
     target_folder: str = ""  # folder or file of the target's checkpoint; "": unknown
     ranks: int = 1  # of tensor parallelism
     draft_placement: str = AUTO  # of draft models: auto, replicated or sharded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, auto
@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
-from outrider.core.config import DRAFT_OPTIONS, NO_DRAFT, EngineConfig
+from outrider.core.config import DRAFT_OPTIONS, EngineConfig
 from outrider.core.params import AUTO
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.types import Needs
@@ -201,30 +201,37 @@ def check_draft_settings(config: EngineConfig, *specs: str | Maker) -> None:
     """Check that the settings `draft_window`, `draft_quantize` and so on apply to one of these proposers.
 
     Raises:
-        OutriderError: none of them has a draft model or a draft head.
+        OutriderError: none of them has a draft model or a draft head, or for `draft_candidates` a copy of the target.
     """
-    if any(not isinstance(spec, str) or has_draft(spec) for spec in specs):
-        return
+    applicable = _applicable(specs)
     names = ", ".join(map(str, specs))
     subject = f"the proposer {names} has no draft" if len(specs) == 1 else f"none of {names} has a draft"
     asked = {name: getattr(config, name) for name in DRAFT_OPTIONS}
     asked["draft_placement"] = None if config.draft_placement == AUTO else config.draft_placement
     for option, value in asked.items():
-        if value is not None:
+        if value is not None and option not in applicable:
             raise OutriderError(
                 f"{option} is {value} and {subject} that reads the text; use draft:DIR, or leave {option} out"
             )
 
 
 def draft_settings(config: EngineConfig, *specs: str, draft_quantize: str | None = None) -> dict[str, Any]:
-    """Return the `DRAFT_OPTIONS`; None if none of the proposers has a draft model or a draft head.
+    """Return the `DRAFT_OPTIONS`; None where they apply to none of the proposers.
 
     A `draft_quantize` that is given takes precedence over that of `config`.
     """
-    if not any(map(has_draft, specs)):
-        return dict(NO_DRAFT)
-    settings = {name: getattr(config, name) for name in DRAFT_OPTIONS}
-    return settings | {"draft_quantize": draft_quantize or config.draft_quantize}
+    asked = {name: getattr(config, name) for name in DRAFT_OPTIONS}
+    asked["draft_quantize"] = draft_quantize or config.draft_quantize
+    applicable = _applicable(specs)
+    return {name: value if name in applicable else None for name, value in asked.items()}
+
+
+def _applicable(specs: Iterable[str | Maker]) -> frozenset[str]:
+    """Return which of the `DRAFT_OPTIONS` and `draft_placement` apply to one of these proposers."""
+    if any(not isinstance(spec, str) or has_draft(spec) for spec in specs):
+        return frozenset({*DRAFT_OPTIONS, "draft_placement"})
+    copies = any("quantized" in parse(spec).names() for spec in specs if isinstance(spec, str))
+    return frozenset({"draft_candidates"} if copies else ())
 
 
 def draft_sources(spec: str | Maker) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ _TEXT_TOKENS = 96  # that a draft model reads of each embedded prompt
 _COPY_TOKENS = 24  # that a target reads of each: its passes take longer, and with 256 panels more tokens change little
 _COPY_PANELS = 256  # of a copy of the target
 _COPY_VOCAB = 4 * _COPY_PANELS * PANEL  # smallest vocabulary of which a copy ranks the tokens
-_COPY_OPERATIONS = 5e11  # most that the factors for a copy may take: about 5 s on two cores with AVX2
+_COPY_OPERATIONS = 3e11  # most that the factors for a copy take by default: about 3 s on two cores with AVX2
 _FILES = 8  # with factors, about a quarter of an LM head of 8 bits each
 
 
@@ -51,31 +51,42 @@ def use_candidates(model: Target, checkpoint: Checkpoint, candidates: int) -> No
     """
     native = unwrapped(model)
     if not isinstance(native, NativeTarget):
-        raise OutriderError(
-            f"draft_candidates is {candidates}, and the draft runs on the kernels {model.kernels}; use"
-            " device cpu and kernels native, or leave draft_candidates out"
-        )
+        raise _not_native(candidates, model)
     factors = _factors(native, checkpoint.folder, checkpoint.tokenizer, _TEXT_TOKENS)
     native.rank_tokens(factors, candidates)
 
 
 def rank_copy_tokens(copy: Target, setup: ProposerSetup) -> None:
-    """Make a quantized copy of the target compute exact logits for 256 panels only, if that is faster.
+    """Make a quantized copy of the target compute exact logits for some panels only.
 
-    It is not for a small vocabulary. The factors are not computed if that would delay the start too much. Both depend
-    on the model alone, so a seed gives the same text at each start.
+    Their number is `draft_candidates`. By default it is 256 for a large vocabulary, and there are no factors if they
+    would delay the first start too much. Both depend on the model alone, so a seed gives the same text at each start.
 
     Args:
         copy: of the setup's target. No sequence runs on them.
         setup: of the proposer.
+
+    Raises:
+        OutriderError: `draft_candidates` is given, and the target does not run on the native kernels of one process.
     """
+    asked = setup.draft_candidates
     target = setup.target
     if not (isinstance(copy, NativeTarget) and isinstance(target, NativeTarget)) or setup.ranks > 1:
+        if asked is not None:
+            raise _not_native(asked, copy)
         return
     tokens = _COPY_TOKENS * len(read_prompts())
-    if copy.vocab >= _COPY_VOCAB and copy.factor_operations(tokens) <= _COPY_OPERATIONS:
+    pays = copy.vocab >= _COPY_VOCAB and copy.factor_operations(tokens) <= _COPY_OPERATIONS
+    if pays or asked is not None:
         factors = _factors(target, setup.target_folder, setup.tokenizer, _COPY_TOKENS)
-        copy.rank_tokens(factors, _COPY_PANELS)
+        copy.rank_tokens(factors, _COPY_PANELS if asked is None else asked)
+
+
+def _not_native(candidates: int, model: Target) -> OutriderError:
+    return OutriderError(
+        f"draft_candidates is {candidates}, and the draft runs on the kernels {model.kernels}; use device cpu, kernels"
+        " native and one process, or leave draft_candidates out"
+    )
 
 
 def _factors(native: NativeTarget, folder: str, tokenizer: Any, tokens: int) -> LowRankHead:
