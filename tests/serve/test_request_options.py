@@ -75,7 +75,7 @@ def test_request_chooses_verifier(verifier, walk_llm):
 def test_error_of_unknown_option_lists_valid_ones(switching_server):
     url, _ = switching_server
     for fields, message in (
-        ({"proposer": "oracle"}, "use ngram or recycle"),
+        ({"proposer": "oracle"}, "use ngram, recycle, or leave proposer out"),
         ({"verifier": "block"}, "use walk, coupled, siblings, traversal"),  # recycle makes trees
         ({"verifier": "typical"}, "use walk"),
     ):

@@ -103,7 +103,7 @@ INVALID = {
     "unknown task": ({"task": "sing"}, "task", "task 'sing' is unknown to this model"),
     "format": ({"response_format": "xml"}, "response_format", "use 'json', 'text', 'srt'"),
     "stream": ({"stream": "true"}, "stream", "use "),
-    "temperature": ({"temperature": "-1"}, "temperature", "greater than or equal to 0"),
+    "temperature": ({"temperature": "-1"}, "temperature", "use a number of at least 0"),
     "unknown field": ({"logprobs": "1"}, "logprobs", "logprobs is no field of this route; leave it out"),
     "words": (
         {GRANULARITIES: ["segment", "word"], "response_format": "verbose_json"},

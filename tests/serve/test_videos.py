@@ -226,7 +226,7 @@ def test_list_and_limit_of_kept_videos(server):
         ({"prompt": "a" * 1001}, 400, "prompt", "at most 1000 characters"),
         ({"threshold": 2}, 400, "threshold", "threshold is 2, but this scorer's scores lie from 0 to 1"),
         ({"threshold": None}, 400, "threshold", "shapes has no calibration; give a threshold"),
-        ({"threshold": "0.5"}, 400, "threshold", "valid number"),
+        ({"threshold": "0.5"}, 400, "threshold", "use a number"),
         ({"aggregate": "best"}, 400, "aggregate", "aggregate is 'best'"),
         ({"budget": 0}, 400, "budget", "budget is 0; use at least 1"),
         ({"router": "zork"}, 400, "router", "router is 'zork'; use gate, target-only"),
@@ -239,7 +239,7 @@ def test_list_and_limit_of_kept_videos(server):
         ({"seconds": 0.5}, 400, "blocks", "blocks and seconds both set the duration"),
         ({"size": "720x1280"}, 400, "size", "size is '720x1280'; use a multiple of 16x16 up to 512x512"),
         ({"output_format": "webm"}, 400, "output_format", "'mp4' or 'gif'"),
-        ({"seed": -1}, 400, "seed", "greater than or equal to 0"),
+        ({"seed": -1}, 400, "seed", "use a number of at least 0"),
         ({"model": "sora-2"}, 404, "model", "model 'sora-2' makes no videos here; use 'shapes'"),
         ({"zork": 1}, 400, "zork", "zork: this field is unknown; remove it, or check its spelling"),
     ],
@@ -257,7 +257,7 @@ def test_mistakes_of_the_body_and_of_names(server):
     client, _ = server
     for body, kind, message in (
         (b"{", "application/json", "the request is not valid JSON"),
-        (b"[]", "application/json", "the request: "),
+        (b"[]", "application/json", "the request is no JSON object; send one"),
         (b"x", "multipart/form-data", "Missing boundary in multipart"),
     ):
         response = client.post("/v1/videos", content=body, headers={"content-type": kind})
