@@ -20,12 +20,11 @@ def expand(weight: Matrix, dtype: torch.dtype) -> torch.Tensor:
     return _rows(weight, None, weight.shape[0], dtype, outputs=16)
 
 
-def embed(tokens: torch.Tensor, table: Matrix, dtype: torch.dtype) -> torch.Tensor:
+def embed(tokens: torch.Tensor, table: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """Return the rows of an embedding table [V, H] for tokens [T] int64, in a float dtype."""
     tokens = tokens.clamp(0, table.shape[0] - 1)
     if isinstance(table, QuantizedWeight):
         return _rows(table, tokens, len(tokens), dtype, outputs=1)
-    assert isinstance(table, torch.Tensor)
     return functional.embedding(tokens, table)
 
 

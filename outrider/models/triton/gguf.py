@@ -83,8 +83,8 @@ def _read_eight(blocks: torch.Tensor) -> Integers:
         return _super(values, 4, scale, blocks[..., :4], minimum)
     places = torch.arange(8, dtype=torch.uint8)[:, None]
     values = values.view(*blocks.shape[:2], 8, 32) | (blocks[..., None, 16:48] >> places & 1) << 4
-    halves = (table.repeat_interleave(2, -1) for table in (scale, minimum))  # six bits have groups of 16
-    return _super(values, 6, next(halves), blocks[..., :4], next(halves))
+    scale = scale.repeat_interleave(2, -1)  # six bits have groups of 16
+    return _super(values, 6, scale, blocks[..., :4], minimum.repeat_interleave(2, -1))
 
 
 def _super(
