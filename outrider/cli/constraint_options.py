@@ -9,7 +9,7 @@ from outrider.core.text import is_utf8, read_text
 from outrider.errors import OutriderError
 
 _PANEL = "Constraint"
-_FIX = "give a text file"
+_FIX = "give the path of a text file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class ConstraintOptions:
         if self.regex is not None and not is_utf8(self.regex):
             raise OutriderError(f"--regex {self.regex!r} is not UTF-8 text; give UTF-8 text")
         if self.json_schema is not None:
-            return Constraint.json_schema(read_text(self.json_schema, self.json_schema, fix=_FIX))
+            return Constraint.json_schema(read_text(self.json_schema, f"--json-schema {self.json_schema}", fix=_FIX))
         if self.grammar is not None:
-            return Constraint.grammar(read_text(self.grammar, self.grammar, fix=_FIX))
+            return Constraint.grammar(read_text(self.grammar, f"--grammar {self.grammar}", fix=_FIX))
         return None if self.regex is None else Constraint.regex(self.regex)

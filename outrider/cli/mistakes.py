@@ -94,4 +94,10 @@ def _with_help(error: Any, command: str | None) -> str:
     message = " ".join(error.format_message().split()).removesuffix(".")
     if command is None:
         return message
+    if "unexpected extra argument" in message and error.ctx:
+        params = error.ctx.command.params
+        if any(param.param_type_name == "argument" for param in params):
+            message += "; put a text with spaces in quotes"
+        elif any("--target" in param.opts for param in params):
+            message += "; name a model with --target"
     return f"{message}{' See' if message.endswith('?') else '; see'} {command} --help"

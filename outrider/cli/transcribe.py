@@ -7,6 +7,7 @@ from time import perf_counter
 from outrider.cli.output import Outcome, Output
 from outrider.cli.source import SourceOptions
 from outrider.core.params import SamplingParams
+from outrider.core.text import either
 from outrider.errors import OutriderError
 from outrider.lab.common.clock import DecodeSpeed, with_times
 from outrider.llm import LLM
@@ -34,7 +35,7 @@ def needs_transcript(rules: SpeechRules, recording: Recording, options: SourceOp
         OutriderError: the format is unknown.
     """
     if options.response_format not in (None, *FORMATS):
-        raise OutriderError(f"--response-format is {options.response_format!r}; use {' or '.join(FORMATS)}")
+        raise OutriderError(f"--response-format is {options.response_format!r}; use {either(FORMATS)}")
     reasons = {
         "--response-format": options.response_format is not None,
         "--previous-text": options.previous_text is not None,

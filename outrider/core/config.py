@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeGuard
 
 from outrider.core.option import LIMITS, MODEL, Option
 from outrider.core.params import AUTO, check_draft_length, parse_draft_length
+from outrider.core.text import either
 from outrider.errors import OutriderError
 
 REPLICATED, SHARDED = "replicated", "sharded"  # placements of a draft on several ranks
@@ -121,11 +122,11 @@ class EngineConfig:
         check_draft_length(self.k, or_auto=True)
         weight_bits(self.quantize)
         if self.kv_dtype not in KV_DTYPES:
-            raise OutriderError(f"kv_dtype is {self.kv_dtype!r}; use {' or '.join(KV_DTYPES)}")
+            raise OutriderError(f"kv_dtype is {self.kv_dtype!r}; use {either(KV_DTYPES)}")
         draft_weight_bits(self.draft_quantize, kernels=self.kernels, device=self.device)
         _check_count("tp", self.tp)
         if self.draft_placement not in PLACEMENTS:
-            raise OutriderError(f"draft_placement is {self.draft_placement!r}; use {', '.join(PLACEMENTS)}")
+            raise OutriderError(f"draft_placement is {self.draft_placement!r}; use {either(PLACEMENTS)}")
         if self.tp > 1:
             self._check_tensor_parallel()
         elif self.draft_placement != AUTO:
@@ -180,7 +181,7 @@ class EngineConfig:
         for name in options:
             if name not in known:
                 close = get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"use {', '.join(known)}"
+                hint = f"did you mean {close[0]}?" if close else f"use {either(known)}"
                 raise OutriderError(f"{name} is no option of an engine; {hint}")
         return cls(target=target, **options)
 
@@ -211,7 +212,7 @@ def weight_bits(quantize: str | None, *, option: str = "quantize") -> int:
     if quantize is None:
         return FULL_BITS
     if not isinstance(quantize, str) or quantize not in QUANTIZE_BITS:
-        raise OutriderError(f"{option} {quantize!r} is unknown; use {', '.join(QUANTIZE_BITS)}")
+        raise OutriderError(f"{option} {quantize!r} is unknown; use {either(QUANTIZE_BITS)}")
     return QUANTIZE_BITS[quantize]
 
 
@@ -240,7 +241,7 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 def _check_count(name: str, value: object) -> None:
     if not _is_whole(value) or value < 1:
-        raise OutriderError(f"{name} is {value!r}; it must be a whole number, at least 1")
+        raise OutriderError(f"{name} is {value!r}; use a whole number of at least 1")
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -109,20 +109,16 @@ class SamplingParams:
                 raise InvalidParam(name, f"{name} is {getattr(self, name)!r}; use {hint}")
 
     def _check_numbers(self) -> None:
-        min_temperature = 0.0 if self.temperature == 0 else _MIN_SCALE
-        _check_number(
-            "temperature",
-            self.temperature,
-            min_temperature,
-            _MAX_SCALE,
-            "0 is greedy, 1 samples the model's distribution",
-        )
-        _check_whole("top_k", self.top_k, 0, "0 keeps every token")
-        _check_number("top_p", self.top_p, 0.0, 1.0, "1 keeps every token")
-        if self.top_p == 0:
+        if not _is_number(self.temperature, 0.0 if self.temperature == 0 else _MIN_SCALE, _MAX_SCALE):
             raise InvalidParam(
-                "top_p", "top_p is 0, which keeps no token; use temperature=0 for greedy, or top_p in (0, 1]"
+                "temperature",
+                f"temperature is {self.temperature!r}; use 0 for greedy decoding, or a number from {_MIN_SCALE:f} to"
+                f" {_MAX_SCALE:g} (1 samples the model's distribution)",
             )
+        _check_whole("top_k", self.top_k, 0, "0 keeps every token")
+        if not _is_number(self.top_p, 0.0, 1.0) or self.top_p == 0:
+            message = f"top_p is {self.top_p!r}; use a number above 0 and up to 1 (1 keeps every token)"
+            raise InvalidParam("top_p", message)
         _check_number("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")
         _check_number("repetition_penalty", self.repetition_penalty, _MIN_SCALE, _MAX_SCALE, "1 is off")
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is off")
@@ -139,7 +135,7 @@ class SamplingParams:
         if self.k is not None:
             check_draft_length(self.k)
         if self.seed is not None:
-            _check_whole("seed", self.seed, 0, "any whole number below 2**63")
+            _check_whole("seed", self.seed, 0, "and below 2**63")
         if not isinstance(self.priority, int) or isinstance(self.priority, bool) or abs(self.priority) > _MAX_PRIORITY:
             raise InvalidParam(
                 "priority",
@@ -187,7 +183,8 @@ def check_draft_length(k: object, *, least: int = 0, or_auto: bool = False) -> N
         return
     low = str(least) if least else "0 (plain decoding)"
     choice = f", or {AUTO}" if or_auto else ""
-    raise InvalidParam("k", f"k is {k!r}; use a number of draft tokens from {low} to {MAX_DRAFT_LENGTH}{choice}")
+    kind = ", a string" if isinstance(k, str) else ""
+    raise InvalidParam("k", f"k is {k!r}{kind}; use a number of draft tokens from {low} to {MAX_DRAFT_LENGTH}{choice}")
 
 
 def parse_draft_length(option: str, text: str) -> int | str:
@@ -201,9 +198,13 @@ def parse_draft_length(option: str, text: str) -> int | str:
 
 
 def _check_number(name: str, value: float, low: float, high: float, hint: str) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:
+    if not _is_number(value, low, high):
         raise InvalidParam(_parameter(name), f"{name} is {value!r}; use a number from {low:g} to {high:g} ({hint})")
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    """Return whether a value is a number in [low, high]. NaN and booleans are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 def _check_whole(name: str, value: int, low: int, hint: str) -> None:

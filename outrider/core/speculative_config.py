@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from outrider.core.text import either
 from outrider.errors import OutriderError
 
 # Names of SGLang's options by vLLM's keys.
@@ -39,7 +40,7 @@ def read_speculative_config(text: str) -> Speculation:
         raise _mistake("is no JSON object", 'write for example {"method": "ngram"}')
     for name in fields:
         if name not in (*_KEYS, *_SGLANG):
-            raise _mistake(f"has the key {name!r}", f"use {', '.join((*_KEYS, *_SGLANG))}")
+            raise _mistake(f"has the key {name!r}", f"use {either((*_KEYS, *_SGLANG))}")
     named: dict[str, Any] = {
         _SGLANG.get(str(name), str(name)): value for name, value in fields.items() if value is not None
     }
@@ -54,7 +55,7 @@ def _proposer(fields: Mapping[str, Any]) -> str:
     method = str(fields.get("method") or ("ngram" if model in ("ngram", "[ngram]") else "draft_model")).lower()
     lookup = [fields.get(name) for name in ("prompt_lookup_min", "prompt_lookup_max")]
     if method not in _METHODS and not method.endswith("_mtp"):
-        raise _mistake(f"has the method {method!r}", f"use {', '.join(_METHODS)}")
+        raise _mistake(f"has the method {method!r}", f"use {either(_METHODS)}")
     if method != "ngram" and lookup != [None, None]:
         raise _mistake(f"has prompt_lookup_min or prompt_lookup_max with the method {method}", "use the method ngram")
     if method == "ngram":

@@ -5,10 +5,10 @@ from typing import Any
 
 # By the type of pydantic's error: what the value must be.
 _EXPECTED = {
-    "greater_than_equal": "a number of at least {ge:.15g}",
-    "greater_than": "a number above {gt:.15g}",
-    "less_than_equal": "a number of at most {le:.15g}",
-    "less_than": "a number below {lt:.15g}",
+    "greater_than_equal": "a number of at least {ge}",
+    "greater_than": "a number above {gt}",
+    "less_than_equal": "a number of at most {le}",
+    "less_than": "a number below {lt}",
     "finite_number": "a finite number",
     "int_parsing": "a whole number",
     "int_type": "a whole number",
@@ -29,12 +29,22 @@ _EXPECTED = {
     "string_too_short": "at least {min_length} characters",
     "string_too_long": "at most {max_length} characters",
 }
+# The types of a JSON value in words. Booleans come first, since they are integers in Python.
+_KINDS = (
+    (bool, "a boolean"),
+    (int, "a number"),
+    (float, "a decimal number"),
+    (str, "a string"),
+    (list, "a list"),
+    (dict, "an object"),
+)
 
 
 def expected(error: Mapping[str, Any]) -> str | None:
     """Return what the value of a validation error must be; None: this type of error does not tell."""
     form = _EXPECTED.get(error["type"])
-    return form and form.format(**error.get("ctx", {}))
+    limits = error.get("ctx", {}).items()
+    return form and form.format(**{key: f"{each:.15g}" if isinstance(each, float) else each for key, each in limits})
 
 
 def mistake(error: Mapping[str, Any]) -> str:
@@ -44,4 +54,9 @@ def mistake(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         return "this field is unknown; remove it, or check its spelling"
     fix = expected(error)
-    return f"use {fix}" if fix else error["msg"]
+    if fix is None:
+        return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
+    kind = next((words for types, words in _KINDS if isinstance(error["input"], types)), None)
+    if kind and error["type"].endswith(("_type", "_parsing")):
+        return f"use {fix}, not {kind}"
+    return f"use {fix}"

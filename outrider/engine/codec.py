@@ -248,8 +248,7 @@ class TextCodec:
         first = next((token for token in ids if not 0 <= token < self.vocab), None)
         if first is None:
             return None
-        hint = "use smaller ids" if first > 0 else "ids begin at 0"
-        return f"token id {first} is not in the vocabulary of {self.vocab}; {hint}"
+        return f"token id {first} is not in the vocabulary of {self.vocab}; use ids from 0 to {self.vocab - 1}"
 
     def _check_speech(self, language: str | None, task: str | None) -> None:
         if self.speech_rules is None and (name := _first_given(language=language, task=task)):

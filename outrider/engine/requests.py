@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.core.grammar import Grammar
 from outrider.core.noise import derive_seed
 from outrider.core.params import InvalidParam, SamplingParams
+from outrider.core.text import either
 from outrider.core.types import AudioFeatures, Request, SpeechOutput
 from outrider.engine.codec import EncodedPrompt, EncodedSource, Prompt, Source, TextCodec
 from outrider.errors import OutriderError
@@ -162,7 +163,7 @@ class RequestMaker:
 def _choice(what: str, name: str | None, known: Sequence[str]) -> int | None:
     """Return the index of a name that a request has chosen, or None if it leaves the choice to the engine."""
     if name is not None and name not in known:
-        raise InvalidParam(what, f"{what} {name!r} is not available; use {', '.join(known)}, or leave {what} out")
+        raise InvalidParam(what, f"{what} {name!r} is not available; use {either(known)}, or leave it out")
     return None if name is None else known.index(name)
 
 

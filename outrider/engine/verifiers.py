@@ -4,6 +4,7 @@ import torch
 
 from outrider.core.packages import added, load_added
 from outrider.core.target import Target, WeightSharer
+from outrider.core.text import either
 from outrider.core.types import Draw
 from outrider.drafting.propose.registry import (
     CHAINS,
@@ -42,13 +43,13 @@ def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:
     elif isinstance(name, str) and (own := load_added("verifiers", name)):
         verifier = own
     else:
-        names = ", ".join([*known, *RELAXED, *added("verifiers")])
-        raise OutriderError(f"verifier {name!r} is unknown; use one of {names}")
+        names = either([*known, *RELAXED, *added("verifiers")])
+        raise OutriderError(f"verifier {name!r} is unknown; use {names}")
     tree_proposers = tree_makers(proposer)
     if not verifier.trees and tree_proposers:
-        names = ", ".join(other.name for other in EXACT.values() if other.trees)
+        names = either(other.name for other in EXACT.values() if other.trees)
         raise OutriderError(
-            f"verifier {name} verifies chains only, and {' and '.join(tree_proposers)} drafts trees; use one of {names}"
+            f"verifier {name} verifies chains only, and {' and '.join(tree_proposers)} drafts trees; use {names}"
         )
     return verifier
 

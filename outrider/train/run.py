@@ -13,6 +13,7 @@ import torch
 from outrider.core.noise import derive_seed
 from outrider.core.option import as_json
 from outrider.core.prompts import Prompt
+from outrider.core.text import either
 from outrider.drafting.plan.known_costs import known_costs
 from outrider.drafting.plan.pass_cost import CostModel
 from outrider.drafting.propose.leaves import draft_model
@@ -72,7 +73,7 @@ class Training:
         self._settings = settings
         self._kind = kind
         if kind not in KINDS and kind != DRAFT:
-            raise OutriderError(f"kind {kind!r} is unknown; use {', '.join([*KINDS, DRAFT])}")
+            raise OutriderError(f"kind {kind!r} is unknown; use {either([*KINDS, DRAFT])}")
         losses = parse(settings.loss)
         check_folder(settings.out, "--out")
         check_proposer(settings.proposer)

@@ -253,7 +253,7 @@ def test_lossy_verifier_is_reported():
         (["--dtype", "int8", "x"], "dtype 'int8' is unknown"),
         (["--kernels", "quick", "x"], "kernels 'quick' is unknown; use auto, native"),
         (["--kernels", "native", "--dtype", "float16", "x"], "the native kernels need a CPU, and bfloat16 or float32"),
-        (["--quantize", "int3", "x"], "quantize 'int3' is unknown; use int8, int4"),
+        (["--quantize", "int3", "x"], "quantize 'int3' is unknown; use int8 or int4"),
         (["--quantize", "int4", "--dtype", "float32", "x"], "quantize needs a CPU and bfloat16, or a GPU"),
         (["--threads", "0", "x"], "threads is 0"),
         ([""], "the prompt is empty"),

@@ -38,7 +38,21 @@ def invoke(words):
         (["media", "demoo"], "No such command 'demoo'. Did you mean 'demo'? See outrider media --help"),
         (["fit"], "Missing option '--out'; see outrider fit --help"),
         (["convert"], "Missing argument 'DIR'; see outrider convert --help"),
-        (["run", "a", "b"], "Got unexpected extra argument(s) (b); see outrider run --help"),
+        (
+            ["run", "a", "b"],
+            "Got unexpected extra argument(s) (b); put a text with spaces in quotes; see outrider run --help",
+        ),
+        (
+            ["serve", "@nano"],
+            "Got unexpected extra argument(s) (@nano); name a model with --target; see outrider serve --help",
+        ),
+        (
+            ["run", "x", "--temperature", "-1"],
+            "temperature is -1.0; use 0 for greedy decoding, or a number from 0.000001 to 10000"
+            " (1 samples the model's distribution)",
+        ),
+        (["run", "x", "--top-p", "0"], "top_p is 0.0; use a number above 0 and up to 1 (1 keeps every token)"),
+        (["run", "x", "--seed", "-3"], "seed is -3; use a whole number of at least 0 (and below 2**63)"),
         (["run", "--k", "lots"], "--k is 'lots', and not a number of draft tokens; use for example 4, or auto"),
     ],
 )

@@ -167,7 +167,7 @@ def test_rollouts_refuse_relaxed_rules_unless_named(pair):
         ("lantern:delta=much", "needs a number delta above 0"),
         ("lantern:0.1", "has the option '0.1'; write OPTION=VALUE"),
         ("lantern:delta=0.1,delta=0.2", "has the option 'delta=0.2'"),
-        ("lantern:delta=0.1,distance=3", "unknown option distance; use delta, k, table"),
+        ("lantern:delta=0.1,distance=3", "unknown option distance; use delta, k or table"),
         ("lantern:delta=0.1,k=0", "whole number k of at least 1"),
         ("lantern:delta=0.1,table=nowhere.json", "nowhere.json cannot be read"),
         ("gsd", "whole number clusters of at least 1"),
@@ -176,7 +176,7 @@ def test_rollouts_refuse_relaxed_rules_unless_named(pair):
         ("bins:distance=3", "needs a table of bins, or first and last"),
         ("bins:first=3,last=4", "whole number distance of at least 0"),
         ("bins:distance=3,first=3", "needs a table of bins, or first and last"),
-        ("lanterns:delta=0.1", "is unknown; use one of walk.*lantern, gsd, pcg, bins"),
+        ("lanterns:delta=0.1", "is unknown; use walk.*lantern, gsd, pcg, bins"),
     ],
 )
 def test_wrong_expressions(expression, message):

@@ -102,7 +102,7 @@ def test_drafts_that_cannot_be_split_are_replicated(name, reason, shelf):
 
 
 def test_errors_name_the_fix():
-    with pytest.raises(OutriderError, match="draft_placement is 'both'; use auto, replicated, sharded"):
+    with pytest.raises(OutriderError, match="draft_placement is 'both'; use auto, replicated or sharded"):
         EngineConfig(tp=2, draft_placement="both")
     with pytest.raises(OutriderError, match="needs several ranks, and tp is 1; leave it out, or set tp"):
         EngineConfig(draft_placement="sharded")

@@ -85,7 +85,7 @@ def test_errors_name_the_fix(shelf, tmp_path, monkeypatch):
         EngineConfig(tp=2, kernels="native")
     with pytest.raises(OutriderError, match="cannot be split over ranks, and tp is 2; leave quantize out"):
         EngineConfig(tp=2, quantize="int8")
-    with pytest.raises(OutriderError, match="tp is 0; it must be a whole number"):
+    with pytest.raises(OutriderError, match="tp is 0; use a whole number of at least 1"):
         EngineConfig(tp=0)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")

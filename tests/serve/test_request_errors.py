@@ -117,6 +117,54 @@ def test_error_names_invalid_field(server, path, body, field):
     assert error["type"] == "invalid_request_error"
 
 
+MESSAGES = [{"role": "user", "content": "Hi"}]
+TOKENS = "a string, a list of strings, token ids, or a list of lists of token ids"
+HELPFUL = [  # path, body, field, message
+    (
+        "completions",
+        {"prompt": [-1]},
+        "prompt",
+        "token id -1 is not in the vocabulary of 12288; use ids from 0 to 12287",
+    ),
+    ("completions", {"prompt": [1, "a"]}, "prompt", f"prompt: use {TOKENS}"),
+    ("completions", {"prompt": 5}, "prompt", f"prompt: use {TOKENS}"),
+    ("completions", {"prompt": "x", "stop": [5]}, "stop", "stop: use a string, or a list of strings"),
+    ("completions", {"prompt": "x", "k": "4"}, "k", "k: use a whole number, not a string"),
+    ("completions", {"prompt": "x", "k": True}, "k", "k: use a whole number, not a boolean"),
+    ("completions", {"prompt": "x", "seed": 2**63}, "seed", "seed: use a number below 9223372036854775808"),
+    (
+        "completions",
+        {"prompt": "x", "verifier": "foo"},
+        "verifier",
+        "verifier 'foo' is not available; use walk, coupled, siblings or traversal, or leave it out",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user"}]},
+        "messages.0",
+        "messages.0: the message has no content; give content or tool_calls",
+    ),
+    (
+        "chat/completions",
+        {"messages": MESSAGES, "response_format": {"type": "json_schema"}},
+        "response_format.json_schema",
+        "response_format.json_schema: this field is missing; add it",
+    ),
+    (
+        "chat/completions",
+        {"messages": MESSAGES, "response_format": {"type": "xml"}},
+        "response_format",
+        "response_format: use an object of a type that this server supports: text, json_object or json_schema",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field", "message"), HELPFUL)
+def test_message_says_what_to_send(server, path, body, field, message):
+    error = httpx.post(f"{server[0]}/v1/{path}", json=body).json()["error"]
+    assert (error["param"], error["message"]) == (field, message)
+
+
 def test_exception_of_chat_template_is_status_400(server, monkeypatch):
     url, async_llm = server
     template = "{{ raise_exception('System role not supported') }}"

@@ -75,8 +75,8 @@ def test_request_chooses_verifier(verifier, walk_llm):
 def test_error_of_unknown_option_lists_valid_ones(switching_server):
     url, _ = switching_server
     for fields, message in (
-        ({"proposer": "oracle"}, "use ngram, recycle, or leave proposer out"),
-        ({"verifier": "block"}, "use walk, coupled, siblings, traversal"),  # recycle makes trees
+        ({"proposer": "oracle"}, "use ngram or recycle, or leave it out"),
+        ({"verifier": "block"}, "use walk, coupled, siblings or traversal"),  # recycle makes trees
         ({"verifier": "typical"}, "use walk"),
     ):
         response = httpx.post(url, json={"prompt": "x", **fields})

@@ -169,7 +169,7 @@ def test_checkpoint_names_the_language(tmp_path):
 
 
 MISTAKES = [
-    ({"language": "xx"}, {}, "language 'xx' is unknown to this model; use one of de, en"),
+    ({"language": "xx"}, {}, "language 'xx' is unknown to this model; use de or en"),
     ({"task": "sing"}, {}, "task 'sing' is unknown to this model; use transcribe or translate"),
     ({"prompt": "a <300>"}, {}, "prompt has the special token <300>; leave it out"),
     ({"prompt": 5}, {}, "prompt is 5; give a string, or None"),

@@ -261,7 +261,7 @@ def test_refusals_name_the_reason(model, tmp_path):
         (embedded("mtp"), "ollama", "no command for MTP modules was checked; it runs dflash"),
         ("suffix", "mlx", "it runs dflash, draft model, eagle3"),
         (model, "ollama", "it takes every separate draft for a DFlash head"),
-        (model, "lmdeploy", "use one of: vllm, sglang, llama.cpp, mlx, ollama, tensorrt-llm"),
+        (model, "lmdeploy", "use vllm, sglang, llama.cpp, mlx, ollama or tensorrt-llm"),
     ):
         assert message in refused(folder, "--for", engine, "--out", tmp_path / "out", "--k", 4)
         assert not (tmp_path / "out").exists()

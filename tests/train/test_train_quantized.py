@@ -155,7 +155,7 @@ def test_head_for_a_target_that_is_quantized_when_it_is_loaded(kernels, folder, 
 def test_quantize_is_checked(file, folder, data, tmp_path):
     for target, options, message in (
         (file, {"quantize": "int8"}, r"the target is quantized already \(Q4_0\); leave quantize out"),
-        (folder, {"quantize": "int3"}, "quantize 'int3' is unknown; use int8, int4"),
+        (folder, {"quantize": "int3"}, "quantize 'int3' is unknown; use int8 or int4"),
         (folder, {"quantize": "int8", "dtype": "float32"}, "quantize needs a CPU and bfloat16"),
         (folder, {"kernels": "cuda"}, "kernels 'cuda' is unknown; use auto, native"),
     ):

@@ -62,7 +62,7 @@ def _check_proposer(proposer: Any, prefix: str) -> None:
     name = f"{prefix}proposer"
     usable = f"use {', '.join(LOOKUPS)}, a combination of them such as merge(suffix,ngram), or pkg.module:Class"
     if not isinstance(proposer, str):
-        raise OutriderError(f"{name} is {proposer!r}, which is no text; {usable}")
+        raise OutriderError(f"{name} is {proposer!r}, {_kind(proposer)}, and must be a string; {usable}")
     known = {*NAMED, *COMBINATIONS} - {*LOOKUPS, *COMBINATIONS}
     for used in parse(proposer).names():
         if used in known:
@@ -77,6 +77,13 @@ def _check_k(k: Any, prefix: str, most: int) -> None:
     if k == AUTO:
         return
     if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= most:
+        kind = "" if isinstance(k, int) and not isinstance(k, bool) else f", {_kind(k)}"
         raise OutriderError(
-            f"{prefix}k is {k!r}; use auto, or a number of draft tokens up to the {most} that the engine verifies"
+            f'{prefix}k is {k!r}{kind}; use "auto", or a whole number of draft tokens from 0 to the {most} that the'
+            " engine verifies, without quotes"
         )
+
+
+def _kind(value: Any) -> str:
+    """Return the type of a wrong value in words."""
+    return "a string" if isinstance(value, str) else f"a value of the type {type(value).__name__}"

@@ -17,6 +17,7 @@ from typing import Any
 from outrider.core.config import DRAFT_OPTIONS, EngineConfig
 from outrider.core.params import AUTO
 from outrider.core.proposer import Proposer, ProposerSetup
+from outrider.core.text import either
 from outrider.core.types import Needs
 from outrider.errors import OutriderError
 from outrider.models.loader.embedded import embedded, model_folder
@@ -187,7 +188,7 @@ def parse(spec: str) -> Expression:
         raise OutriderError(f"proposer {head!r} is unknown;{_suggestion(head)} use {forms()}")
     name, _, argument = text.partition(":")
     if not name:
-        raise OutriderError(f"proposer {spec!r} has no name; use none for plain decoding, or one of {forms()}")
+        raise OutriderError(f"proposer {spec!r} has no name; use none for plain decoding, or {forms()}")
     argument = argument.strip().strip('"')
     return Expression(name, str(embedded(argument[1:])) if argument.startswith("@") else argument)
 
@@ -252,7 +253,7 @@ def draft_sources(spec: str | Maker) -> tuple[str, ...]:
 def forms() -> str:
     """Return the syntax of all proposers, for messages."""
     named = [proposer_type.syntax for proposer_type in NAMED.values()]
-    return ", ".join([*named, "pkg.module:Class", *(f"{name}(A,B)" for name in COMBINATIONS)])
+    return either([*named, "pkg.module:Class", *(f"{name}(A,B)" for name in COMBINATIONS)])
 
 
 def _split(text: str, spec: str) -> list[str]:

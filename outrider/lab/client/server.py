@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from outrider.core.packages import needed_by
+from outrider.core.text import either
 from outrider.errors import OutriderError
 
 if TYPE_CHECKING:  # aiohttp is an optional dependency
@@ -166,7 +167,7 @@ async def find_model(server: Server, name: str | None) -> str:
     if name is None:
         return names[0]
     if name not in names:
-        raise OutriderError(f"{server.url} has no model {name!r}; give --model one of: {', '.join(names[:8])}")
+        raise OutriderError(f"{server.url} has no model {name!r}; use --model {either(names[:8])}")
     return name
 
 

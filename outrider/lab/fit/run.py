@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from outrider.core.option import as_json
+from outrider.core.text import either
 from outrider.drafting.propose.expression import command_line_form, short
 from outrider.engine.build import proposer_of
 from outrider.engine.default_proposer import can_draft_for_itself
@@ -66,7 +67,7 @@ class Fit:
         if world_size() > 1:
             raise OutriderError("fit works with one process; start it without torchrun")
         if settings.head not in (AUTO_HEAD, *KINDS):
-            raise OutriderError(f"--head {settings.head} is unknown; use {AUTO_HEAD}, {', '.join(KINDS)}")
+            raise OutriderError(f"--head {settings.head} is unknown; use {either([AUTO_HEAD, *KINDS])}")
         check_folder(settings.out, "--out")
         refuse_sources(self._target, "fit")
         check_memory(settings, self._target)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from outrider.core.text import either
 from outrider.errors import OutriderError
 from outrider.models.loader.gguf.file import GGUFFile
 from outrider.models.native.support import may_run
@@ -52,7 +53,7 @@ def choose_dtype(name: str, config: Any, device: torch.device, *, kernels: str, 
     """
     if name != "auto":
         if name not in _DTYPES:
-            raise OutriderError(f"dtype {name!r} is unknown; use auto, {', '.join(_DTYPES)}")
+            raise OutriderError(f"dtype {name!r} is unknown; use {either(['auto', *_DTYPES])}")
         return DtypeChoice(_DTYPES[name], "as asked for")
     own = stored_dtype(config)
     if quantized and (kernels == "triton" or (device.type == "cpu" and kernels != "torch" and may_run(config))):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from outrider.core.text import either
 from outrider.errors import OutriderError
 from outrider.models.loader.hub.names import hub_name
 from outrider.models.loader.paths import is_gguf
@@ -17,8 +18,8 @@ def embedded(name: str) -> Path:
     """
     folder = _ASSETS / name
     if not name or not (folder / "config.json").is_file():
-        names = ", ".join(sorted(f"@{file.parent.name}" for file in _ASSETS.glob("*/config.json")))
-        raise OutriderError(f"@{name} does not come with Outrider; use {names}")
+        names = sorted(f"@{file.parent.name}" for file in _ASSETS.glob("*/config.json"))
+        raise OutriderError(f"@{name} does not come with Outrider; use {either(names)}")
     return folder
 
 

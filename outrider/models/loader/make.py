@@ -7,6 +7,7 @@ import torch
 
 from outrider.core.params import AUTO
 from outrider.core.target import Target
+from outrider.core.text import either
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.native.builds import MissingKernels
 from outrider.models.torch.checkpoint import Checkpoint
@@ -139,7 +140,7 @@ def _warn_of_missing_kernels(reason: str) -> None:
 def _check_settings(checkpoint: Checkpoint, kernels: str, bits: int, types: tuple[str, ...]) -> None:
     """Check the kernels and the bits against a checkpoint, whose weights are in blocks of the GGUF `types`."""
     if kernels not in KERNELS:
-        raise OutriderError(f"kernels {kernels!r} is unknown; use {', '.join(KERNELS)}")
+        raise OutriderError(f"kernels {kernels!r} is unknown; use {either(KERNELS)}")
     if kernels == "graphs" and checkpoint.device.type != "cuda":
         raise OutriderError("kernels graphs needs an NVIDIA GPU; use kernels auto or torch")
     on_cpu = checkpoint.device.type == "cpu" and checkpoint.dtype == torch.bfloat16

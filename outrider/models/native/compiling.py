@@ -1,10 +1,12 @@
 """Compile the C++ sources of this folder into a library."""
 
 import os
+import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from outrider.models.native.builds import SOURCES, MissingKernels
@@ -21,6 +23,7 @@ UNITS = (
     "suffix.cpp",
 )
 FLAGS = ("-O3", "-std=c++17", "-fPIC")
+_PREFIX = "compiling-"  # of the folders of objects
 _TIMEOUT = 3600  # seconds for one call of the compiler, which takes minutes on a busy or slow machine
 
 
@@ -39,7 +42,7 @@ def compile_kernels(
         MissingKernels: the compiler or the linker fails.
         OSError: the folder cannot be written.
     """
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with _work_folder(path.parent) as folder:
         objects = [str(Path(folder) / f"{unit}.o") for unit in UNITS]
         commands = [
             (*compiler, *FLAGS, "-c", str(SOURCES / unit), "-o", output)
@@ -52,6 +55,28 @@ def compile_kernels(
         _run(linker(objects, str(library)))
         # An atomic move, since other processes may compile at the same time.
         os.replace(library, path)
+
+
+@contextmanager
+def _work_folder(parent: Path) -> Iterator[str]:
+    """Make a folder for objects, and remove it at the end. Remove first those that ended processes have left.
+
+    A process that compiles holds a shared lock on `parent`. While one has the exclusive lock, no other one compiles.
+    """
+    import fcntl  # not on Windows, where this module is imported as well
+
+    lock = os.open(parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # another process compiles, or the file system has no locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in parent.glob(f"{_PREFIX}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        with tempfile.TemporaryDirectory(dir=parent, prefix=_PREFIX) as folder:
+            yield folder
+    finally:
+        os.close(lock)
 
 
 def _run(command: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from outrider.core.text import either
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.torch.fp8_weight import Fp8, Fp8Weight
 from outrider.models.torch.gguf_linear import BlockWeight
@@ -176,7 +177,7 @@ def from_blocks(weight: BlockWeight) -> QuantizedWeight:
     """
     if weight.kind not in gguf.BITS:
         raise UnsupportedModel(
-            f"GGUF weights of the type {weight.kind} do not stay quantized on a GPU; use {', '.join(gguf.BITS)}"
+            f"GGUF weights of the type {weight.kind} do not stay quantized on a GPU; use {either(gguf.BITS)}"
         )
     read = gguf.read_integers(weight.kind, torch.from_numpy(np.ascontiguousarray(weight.rows())))
     tables = {"scale": read.scale, "zero": read.minimum, "factor": read.factor}

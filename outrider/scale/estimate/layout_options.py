@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from outrider.core.text import either
 from outrider.errors import OutriderError
 from outrider.scale.estimate.equations import Machine, Model
 from outrider.scale.estimate.layout import Layout, Link
@@ -30,7 +31,7 @@ def find_layout(
         OutriderError: the options contradict each other, or do not fit the model.
     """
     if options.stages not in _STAGES:
-        raise OutriderError(f"--stages is {options.stages!r}; use {' or '.join(_STAGES)}")
+        raise OutriderError(f"--stages is {options.stages!r}; use {either(_STAGES)}")
     if options.link_us is not None and options.link is None:
         raise OutriderError("--link-us is the latency of a link; give --link in GB/s as well")
     if options.link is not None and options.allreduce_us:

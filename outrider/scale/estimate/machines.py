@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from outrider.core.text import either
 from outrider.errors import OutriderError
 from outrider.scale.estimate.equations import Efficiency, Machine
 
@@ -158,7 +159,7 @@ def _find_sheet(name: str | None, overrides: MachineOverrides) -> tuple[str, Dat
     for title, sheet in SHEETS.items():
         if _normalize(title) == _normalize(name):
             return title, sheet
-    raise OutriderError(f"machine {name!r} is unknown; use one of {', '.join(SHEETS)}, or give --bandwidth and --flops")
+    raise OutriderError(f"machine {name!r} is unknown; use {either(SHEETS)}, or give --bandwidth and --flops")
 
 
 def efficiencies(kind: Kind, given: Mapping[str, Sequence[float]]) -> tuple[Efficiency, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.core.text import read_text
+from outrider.core.text import either, read_text
 from outrider.drafting.plan.speedup import expected_tau
 from outrider.errors import OutriderError
 from outrider.models.loader.embedded import model_name
@@ -54,7 +54,7 @@ def read_bench(file: str, *, category: str | None = None) -> Measured:
     results = document["results"]
     name = category or OVERALL
     if name not in results:
-        raise OutriderError(f"{file} has no category {name!r}; use one of {', '.join(results)}")
+        raise OutriderError(f"{file} has no category {name!r}; use {either(results)}")
     try:
         figures = results[name]["speculative"]
         acceptance = _acceptance(figures)

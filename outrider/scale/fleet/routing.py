@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from outrider.core.text import either
 from outrider.errors import OutriderError
 from outrider.scale.fleet.arrivals import Arrival
 from outrider.scale.fleet.replica import Replica
@@ -29,7 +30,7 @@ def make_router(name: str, replicas: Sequence[Replica]) -> Router:
         return lambda _: least_loaded(replicas)
     if name == "prefix":
         return _prefix_aware(replicas)
-    raise OutriderError(f"--routing is {name!r}; use {', '.join(NAMES)}")
+    raise OutriderError(f"--routing is {name!r}; use {either(NAMES)}")
 
 
 def _round_robin(replicas: Sequence[Replica]) -> Router:

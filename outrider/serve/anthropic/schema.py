@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from outrider.serve.anthropic.writer import MessageWriter
-from outrider.serve.openai.base import StrictModel, Unused
+from outrider.serve.openai.base import StrictModel, Unused, type_discriminator
 from outrider.serve.openai.foreign import Ignored
 from outrider.serve.openai.messages import content_kind
-from outrider.serve.openai.translated import TranslatedBody, assistant_message, call_of, type_discriminator
+from outrider.serve.openai.translated import TranslatedBody, assistant_message, call_of
 
 
 class _Block(StrictModel):

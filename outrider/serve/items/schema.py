@@ -8,11 +8,11 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.serve.items.writer import ItemWriter
-from outrider.serve.openai.base import StrictModel, Unused
+from outrider.serve.openai.base import StrictModel, Unused, type_discriminator
 from outrider.serve.openai.foreign import Ignored, OpenAIFields, Verbosity
 from outrider.serve.openai.messages import content_kind
 from outrider.serve.openai.schema import NamedSchema, ObjectFormat, TextFormat
-from outrider.serve.openai.translated import TranslatedBody, assistant_message, call_of, type_discriminator
+from outrider.serve.openai.translated import TranslatedBody, assistant_message, call_of
 
 _SEND_ALL = "send the whole conversation as input, since this server stores no responses"
 _Stored = Annotated[Any, Unused((), _SEND_ALL), Field(description="Only null is accepted.")]
@@ -116,7 +116,15 @@ class SchemaTextFormat(NamedSchema):
 class TextConfig(StrictModel):
     """The form of the text."""
 
-    format: Annotated[TextFormat | ObjectFormat | SchemaTextFormat, Field(discriminator="type")] | None = None
+    format: (
+        Annotated[
+            Annotated[TextFormat, Tag("[text]")]
+            | Annotated[ObjectFormat, Tag("[json_object]")]
+            | Annotated[SchemaTextFormat, Tag("[json_schema]")],
+            type_discriminator("text", "json_object", "json_schema"),
+        ]
+        | None
+    ) = None
     verbosity: Verbosity = None
 
 

@@ -1,14 +1,23 @@
 """The base of all request bodies: null is absent, and unknown fields are errors."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from outrider.core.text import is_utf8
+from outrider.core.text import either, is_utf8
 
 _NULL = {"type": "null"}
 _UNUSED = "x-unused"  # key of the schema of a field that has no effect, for /docs
@@ -94,6 +103,29 @@ class Unused:
         ways += [self.instead] if self.instead else []
         message = f"this server does not honor it; {', '.join(ways[:-1])}{', or ' if ways[1:] else ''}{ways[-1]}"
         raise PydanticCustomError("not_honored", "{message}", {"message": message})  # the message may have braces
+
+
+def type_discriminator(*types: str, default: str = "") -> Discriminator:
+    """Return what chooses the model of an object by its `type`. Tags are in brackets: no names of fields."""
+
+    def tag(value: Any) -> str:
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        return f"[{kind}]"
+
+    message = f"use an object of a type that this server supports: {either(types)}"
+    return Discriminator(tag, custom_error_type="unknown_type", custom_error_message=message)
+
+
+def described(forms: str) -> WrapValidator:
+    """Annotates a union of types. The error names all `forms` in place of the first one."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("described", "use {forms}", {"forms": forms}) from None
+
+    return WrapValidator(check)
 
 
 def unused_fields(model: BaseModel, path: str = "") -> list[str]:

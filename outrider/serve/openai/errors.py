@@ -146,5 +146,6 @@ def _validation_response(error: RequestValidationError) -> JSONResponse:
         return JSONResponse(error_response(f"the request is not valid JSON: {reason}"), 400)
     field = field_of(first)
     if field is None and first["type"] in _NO_OBJECT:
-        return JSONResponse(error_response("the request is no JSON object; send one"), 400)
+        message = "the request is no JSON object; send one, with the header Content-Type: application/json"
+        return JSONResponse(error_response(message), 400)
     return JSONResponse(error_response(f"{field or 'the request'}: {mistake(first)}", field=field), 400)

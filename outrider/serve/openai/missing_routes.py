@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 _CHAT = "send the conversation to /v1/chat/completions"
-_TEXT_ONLY = "this server generates text, so use another one"
+_TEXT_ONLY = "send the request to another server, since this one only generates text"
 _MISSING = {  # path: what to do
     "/v1/threads": _CHAT,
     "/v1/assistants": _CHAT,

@@ -4,17 +4,20 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from outrider.core.constraint import Constraint
 from outrider.core.params import MAX_DRAFT_LENGTH, InvalidParam, SamplingParams
-from outrider.serve.openai.base import RequestBody, StrictModel, Unused
+from outrider.serve.openai.base import RequestBody, StrictModel, Unused, described, type_discriminator
 from outrider.serve.openai.foreign import ForeignChatFields, ForeignFields, ForeignStreamOptions
 from outrider.serve.openai.messages import Message
 from outrider.serve.stream.request_stream import StreamContent
 
-_Token = Annotated[int, Field(ge=0)]
-_Texts = str | list[str] | list[_Token] | list[list[_Token]]  # one text or several, each as a string or token ids
+_Token = Annotated[int, Field(json_schema_extra={"minimum": 0})]  # the codec checks it, which knows the vocabulary
+_Texts = Annotated[  # one text or several, each as a string or token ids
+    str | list[str] | list[_Token] | list[list[_Token]],
+    described("a string, a list of strings, token ids, or a list of lists of token ids"),
+]
 _Text = str | list[int]
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_LENGTH = 1000  # characters
@@ -67,7 +70,12 @@ class SchemaFormat(StrictModel):
     json_schema: NamedSchema
 
 
-ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("[text]")]
+    | Annotated[ObjectFormat, Tag("[json_object]")]
+    | Annotated[SchemaFormat, Tag("[json_schema]")],
+    type_discriminator("text", "json_object", "json_schema"),
+]
 
 
 class StructuredOutputs(StrictModel):
@@ -129,7 +137,9 @@ class SamplingFields(ForeignFields, EngineFields):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, description="Extension. 1 is off.")
     logit_bias: dict[str, float] | None = Field(None, max_length=1024, description="Added to the logits, by token id.")
-    stop: str | list[str] | None = Field(None, description="Strings that end the completion; at most 16.")
+    stop: Annotated[str | list[str] | None, described("a string, or a list of strings")] = Field(
+        None, description="Strings that end the completion; at most 16."
+    )
     stop_token_ids: list[_Token] = Field([], max_length=256, description="Extension. Tokens that end the completion.")
     return_token_ids: bool = Field(
         False,

@@ -4,23 +4,12 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Discriminator, Field, PrivateAttr, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
 from outrider.core.params import InvalidParam
 from outrider.core.validation import mistake
 from outrider.serve.openai.blocks import BlockWriter
 from outrider.serve.openai.schema import ChatRequest, EngineFields, field_of
-
-
-def type_discriminator(*types: str, default: str = "") -> Discriminator:
-    """Return what chooses the model of an object by its `type`. Tags are in brackets, as `field_of` skips them."""
-
-    def tag(value: Any) -> str:
-        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-        return f"[{kind}]"
-
-    message = f"its type is not supported by this server; use {', '.join(types)}"
-    return Discriminator(tag, custom_error_type="unknown_type", custom_error_message=message)
 
 
 class TranslatedBody(EngineFields):

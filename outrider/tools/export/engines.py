@@ -9,6 +9,7 @@ from shlex import quote, split
 from types import MappingProxyType
 from typing import Any
 
+from outrider.core.text import either
 from outrider.errors import OutriderError
 from outrider.models.heads.description import Kind
 
@@ -326,7 +327,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
 def engine_of(name: str) -> OtherEngine:
     """Return an engine by its name. Raises OutriderError if there is no such engine."""
     if name not in ENGINES:
-        raise OutriderError(f"--for is {name!r}; use one of: {', '.join(ENGINES)}")
+        raise OutriderError(f"--for is {name!r}; use {either(ENGINES)}")
     return ENGINES[name]
 
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import torch
 
+from outrider.core.text import either
 from outrider.errors import OutriderError
 
 _LN2 = math.log(2)
@@ -137,7 +138,9 @@ def parse(text: str) -> dict[str, float]:
         if name in losses:
             raise OutriderError(f"loss {name} occurs twice in {text!r}; give it one weight, as in ce:0.1,tv:0.9")
         if name not in LOSSES and name != LENGTH:
-            raise OutriderError(f"loss {name!r} is unknown; use {', '.join([*LOSSES, LENGTH])}, or ce:0.1,tv:0.9")
+            raise OutriderError(
+                f"loss {name!r} is unknown; use {either([*LOSSES, LENGTH])}, or a sum such as ce:0.1,tv:0.9"
+            )
         try:
             losses[name] = float(weight or 1)
         except ValueError:

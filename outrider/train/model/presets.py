@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from outrider.core.text import either
 from outrider.errors import OutriderError
 from outrider.models.heads.description import (
     AuxStates,
@@ -68,7 +69,7 @@ def describe(kind: str, sizes: Sizes) -> HeadDescription:
         OutriderError: the kind is unknown, or the sizes do not fit it.
     """
     if kind not in KINDS:
-        raise OutriderError(f"kind {kind!r} is unknown; use {', '.join(KINDS)}")
+        raise OutriderError(f"kind {kind!r} is unknown; use {either(KINDS)}")
     if sizes.layers < 4 and kind in _EAGLE3_KINDS:
         raise OutriderError(f"{kind} reads three layers, and this target has {sizes.layers}; use mtp or medusa")
     if sizes.width and kind not in _EAGLE3_KINDS:

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 
+from outrider.core.text import either
 from outrider.errors import OutriderError
 
 
@@ -29,7 +30,7 @@ class RuleOptions:
             if not equals or not value or name in self._values:
                 raise self.error(f"has the option {part!r}; write OPTION=VALUE, and each option once")
             if name not in known:
-                raise self.error(f"has the unknown option {name}; use {', '.join(known)}")
+                raise self.error(f"has the unknown option {name}; use {either(known)}")
             self._values[name] = value
 
     def error(self, message: str) -> OutriderError:

@@ -122,7 +122,7 @@ def test_lm_head_of_a_quantized_target_is_shared(folders):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft_quantize": "int3"}, "draft_quantize 'int3' is unknown; use int8, int4"),
+        ({"draft_quantize": "int3"}, "draft_quantize 'int3' is unknown; use int8 or int4"),
         (
             {"draft_quantize": "int4", "kernels": "torch"},
             "draft_quantize is int4, and kernels is torch; use kernels auto",

@@ -317,8 +317,8 @@ def test_mistakes_have_one_line(fake, folders):
         for server, others, message in (
             ("localhost:1", [], "is not the URL of a server"),
             ("http://127.0.0.1:9/v1", [], "cannot be reached"),
-            (url, ["--tests", "all"], "--tests has 'all'; use some of: first, sampled"),
-            (url, ["--model", "nothing"], "has no model 'nothing'; give --model one of: tiny"),
+            (url, ["--tests", "all"], "--tests has 'all'; use first, sampled"),
+            (url, ["--model", "nothing"], "has no model 'nothing'; use --model tiny"),
             (url.replace("/v1", "/wrong"), [], "answered 404; check the URL"),
         ):
             result = invoke("audit", "--server", server, "--target", target, *others)

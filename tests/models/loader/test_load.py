@@ -245,7 +245,7 @@ def test_missing_package_is_named(shelf, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dtype": "float8"}, "dtype 'float8' is unknown; use auto, float32, bfloat16, float16"),
+        ({"dtype": "float8"}, "dtype 'float8' is unknown; use auto, float32, bfloat16 or float16"),
         ({"device": "zork"}, "device 'zork' cannot be used here; try auto or cpu"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be used here"),
         ({"device": "meta"}, "device 'meta' cannot be used here"),

@@ -502,11 +502,11 @@ def test_auto_uses_native_kernels_for_float32_and_bfloat16(folders):
 
 
 def test_error_messages_for_unsupported_options(folders, monkeypatch):
-    with pytest.raises(OutriderError, match="kernels 'quick' is unknown; use auto, native, triton, graphs, torch"):
+    with pytest.raises(OutriderError, match="kernels 'quick' is unknown; use auto, native, triton, graphs or torch"):
         LLM(folders["llama"], kernels="quick")
     with pytest.raises(OutriderError, match="need a CPU, and bfloat16 or float32; use kernels auto"):
         LLM(folders["llama"], kernels="native", dtype="float16")
-    with pytest.raises(OutriderError, match="quantize 'int3' is unknown; use int8, int4"):
+    with pytest.raises(OutriderError, match="quantize 'int3' is unknown; use int8 or int4"):
         LLM(folders["llama"], quantize="int3")
     with pytest.raises(OutriderError, match="this target has no layer 9"):
         load_target(folders["llama"], layers=(9,))

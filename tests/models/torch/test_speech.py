@@ -271,7 +271,7 @@ def test_start_tokens_equal_those_of_transformers(settings, given, expected, tmp
 
 START_MISTAKES = [
     (MULTILINGUAL, (), "transcribes several languages; give the language of the audio: de, en"),
-    (MULTILINGUAL, ("fr",), "language 'fr' is unknown to this model; use one of de, en"),
+    (MULTILINGUAL, ("fr",), "language 'fr' is unknown to this model; use de or en"),
     (MULTILINGUAL, ("en", "sing"), "task 'sing' is unknown to this model; use transcribe or translate"),
     ({}, ("de",), "language is 'de', and this model transcribes English only"),
     ({}, (None, "translate"), "task is 'translate', and this model transcribes English only"),

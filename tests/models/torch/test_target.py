@@ -183,7 +183,7 @@ def test_rejected_draft_token_with_nan_affects_nothing(name, shelf, tmp_path):
         ([], "the prompt is empty; give at least one token"),
         ("", "the prompt is empty"),
         ([1] * 64, "the prompt is 64 tokens long and the context holds 64; shorten the prompt or raise max_model_len"),
-        ([1, 256], "token id 256 is not in the vocabulary of 256; use smaller ids"),
+        ([1, 256], "token id 256 is not in the vocabulary of 256; use ids from 0 to 255"),
         ([-1], "token id -1 is not in the vocabulary"),
     ],
 )

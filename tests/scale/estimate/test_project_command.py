@@ -99,7 +99,7 @@ def test_command_does_not_import_torch():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--machine", "Z80"], "machine 'Z80' is unknown; use one of B200, H200"),
+        (["--machine", "Z80"], "machine 'Z80' is unknown; use B200, H200"),
         (["--target", "nowhere"], "nowhere is neither a folder with a config.json nor a size"),
         (["--alpha", "1.2"], "an acceptance rate is 1.2"),
         (["--alpha", "0.5,x"], "--alpha is '0.5,x'"),

@@ -356,7 +356,7 @@ def test_document_and_table():
         ("--machine H100", "no costs are given"),
         ("--target 8B --machine none", "is unknown"),
         ("--target 8B --machine H100 --replicas 0", "--replicas is 0"),
-        ("--target 8B --machine H100 --routing random", "use round-robin, least-loaded, prefix"),
+        ("--target 8B --machine H100 --routing random", "use round-robin, least-loaded or prefix"),
         ("--target 8B --machine H100 --speculation always", "use off, load, or fixed:K"),
         ("--target 8B --machine H100 --arrivals poisson:x", "write poisson:RATE"),
         ("--target 8B --machine H100 --seconds 0", "no request arrives"),

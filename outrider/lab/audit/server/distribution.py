@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.core.params import SamplingParams
+from outrider.core.text import either
 from outrider.errors import OutriderError
 from outrider.lab.audit.distribution import SIGNIFICANCE
 from outrider.lab.audit.prompts import Prompt
@@ -64,7 +65,7 @@ def cases_of(tests: str | None) -> tuple[TestCase, ...]:
     wanted = [name.strip() for name in tests.split(",") if name.strip()]
     known = [case.key for case in CASES]
     if unknown := [name for name in wanted if name not in known] or ([] if wanted else [tests]):
-        raise OutriderError(f"--tests has {unknown[0]!r}; use some of: {', '.join(known)}")
+        raise OutriderError(f"--tests has {unknown[0]!r}; use {either(known)}, or several of them")
     return tuple(case for case in CASES if case.key in wanted)
 
 

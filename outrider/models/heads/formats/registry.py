@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from outrider.core.text import either
 from outrider.errors import OutriderError
 from outrider.models.heads.files import TensorFiles, model_sizes, read_config, text_config
 from outrider.models.heads.formats.base import Format, ImportedHead, Source, TargetInfo
@@ -157,7 +158,7 @@ def _unsupported_reason(config: Mapping[str, Any], names: Collection[str]) -> st
         return "modules of DeepSeek-V4 and MiMo-V2 are not supported, because their layers are not those of Llama"
     known = *(each.kind for each in BLOCK_KINDS), "eagle3", "peagle", "mtp"
     if kind is not None and kind not in known:
-        return f"speculators_model_type {kind!r} is not supported; use {', '.join(known)}"
+        return f"speculators_model_type {kind!r} is not supported; use {either(known)}"
     return None
 
 
@@ -166,4 +167,4 @@ def format_of(name: str) -> Format:
     for format in FORMATS:
         if format.name == name:
             return format
-    raise OutriderError(f"format {name!r} is unknown; use outrider, {', '.join(each.name for each in FORMATS)}")
+    raise OutriderError(f"format {name!r} is unknown; use {either(['outrider', *(each.name for each in FORMATS)])}")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from outrider.core.params import InvalidParam
+from outrider.core.text import either
 from outrider.core.types import AudioFeatures
 from outrider.errors import OutriderError
 from outrider.models.torch.speech.timestamps import TimestampRules
@@ -133,9 +134,7 @@ class SpeechRules:
             )
         code = language_code(language)
         if code not in self.languages:
-            raise InvalidParam(
-                "language", f"language {language!r} is unknown to this model; use one of {', '.join(known)}"
-            )
+            raise InvalidParam("language", f"language {language!r} is unknown to this model; use {either(known)}")
         if task not in (self.tasks or (TRANSCRIBE,)):
             names = " or ".join(sorted(self.tasks)) or TRANSCRIBE
             raise InvalidParam("task", f"task {task!r} is unknown to this model; use {names}")
