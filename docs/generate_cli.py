@@ -22,9 +22,9 @@ Each command of `outrider` has a page with its options. [Common options](common.
 `outrider COMMAND --help` prints all of them.
 
 `outrider --version` prints the version, and `outrider --install-completion` sets up
-[completion](../../getting-started/installation.md#shell-completion) in your shell. An option with an
-[environment variable](../../how-to/deploy.md#environment-variables) takes its value, unless the command
-line or `--config` sets the option. Every command has `-h` and `--help`. A mistake in an option or a file ends the
+[completion](../../getting-started/installation.md#shell-completion) in your shell. `--help` names the
+[environment variable](../../how-to/deploy.md#environment-variables) of an option, if it has one. The command line and
+`--config` take precedence. Every command has `-h` and `--help`. A mistake in an option or a file ends the
 command with exit code 2 and one line on standard error that says what to change.
 
 | Command | Purpose |
@@ -190,8 +190,7 @@ def _default(parameter: Any) -> tuple[str, str]:
         default = f"`{value}`"
     elif told:
         text, default = told["help"], _cell(told["default"])
-    env = f" Variable: `{parameter.envvar}`." if parameter.envvar else ""
-    return _cell(text) + env, default
+    return _cell(text), default
 
 
 def _cell(text: str) -> str:

@@ -1,5 +1,7 @@
 """The exceptions of Outrider. Each message says what is wrong and how to fix it."""
 
+from collections.abc import Iterable
+
 # Exceptions that the code of a model may raise if Outrider runs it in a way that its architecture does not allow.
 MODEL_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, NotImplementedError)
 
@@ -18,3 +20,9 @@ class Fault(OutriderError):
 
 class NotEnoughMemory(OutriderError):
     """The device has too little memory for the settings. The message says which one to change."""
+
+
+def either(names: Iterable[str]) -> str:
+    """Return a choice of names in words: `a`, `a or b`, `a, b or c`."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last

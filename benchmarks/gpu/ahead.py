@@ -9,7 +9,7 @@ import torch
 from pair import Setup, cached_batch, draft_of
 
 from outrider.core.target import Target
-from outrider.models.triton.compiling import only_compiled
+from outrider.models.triton.recordings import only_compiled
 
 _PROMPT = 512  # tokens, which pass through the kernels of prompts
 _TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of a pass

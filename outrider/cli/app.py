@@ -14,12 +14,11 @@ from rich.console import Console
 
 from outrider._version import __version__
 from outrider.cli import drafts
-from outrider.cli.constraint_options import ConstraintOptions
 from outrider.cli.derive import spread
 from outrider.cli.media import media
 from outrider.cli.mistakes import Commands, print_mistake
 from outrider.cli.options import Printing, PromptOptions, TextPrinting
-from outrider.cli.sampling_options import SamplingOptions
+from outrider.cli.sampling_options import ConstraintOptions, SamplingOptions
 from outrider.cli.source import SourceOptions, read_source
 from outrider.core.config import ENGINE_OPTIONS, EngineConfig
 from outrider.core.option import Shown

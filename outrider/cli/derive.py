@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, reduce, wraps
 from inspect import Parameter, Signature, signature
@@ -13,8 +14,27 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from outrider.cli.environment import with_variable
 from outrider.core.option import MODEL, Option, Shown, field_help, option_name
+
+_PREFIX = "OUTRIDER_"  # of the environment variables of options
+# Options that say what runs and where, and mean the same in all commands. Options of a single
+# measurement have no variable, because a forgotten one would change its results.
+_WITH_VARIABLE = (
+    "target proposer config verifier device kernels quantize kv_dtype threads draft_window draft_quantize "
+    "draft_candidates max_model_len host port served_model_name api_key api_keys tls_cert tls_key "
+    "max_num_seqs max_queued_requests request_timeout allow_origin log_format shutdown_timeout"
+)
+
+
+def _with_variable(name: str, kind: Any) -> Any:
+    """Return the annotation of a parameter of a command, with the environment variable of its option if it has one."""
+    if name not in _WITH_VARIABLE.split() or get_origin(kind) is not Annotated:
+        return kind
+    value, option, *others = get_args(kind)
+    option = copy(option)  # commands share options
+    option.envvar = _PREFIX + name.upper()
+    return Annotated[(value, option, *others)]
+
 
 _CONFIG = "config"
 _DEFAULT = " Default: "  # begins the last sentence of a help text
@@ -43,7 +63,7 @@ def spread(command: Callable[..., None], *, environment: bool = True) -> Callabl
         records[parameter.name] = record
         flat += record.parameters()
     if environment:
-        flat = [each.replace(annotation=with_variable(each.name, each.annotation)) for each in flat]
+        flat = [each.replace(annotation=_with_variable(each.name, each.annotation)) for each in flat]
 
     @wraps(command)
     def call(ctx: typer.Context, **values: Any) -> None:

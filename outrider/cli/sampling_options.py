@@ -1,11 +1,12 @@
-"""The sampling options of the command line."""
+"""The options of the command line that choose tokens: sampling, and the form of the text."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated
 
+from outrider.core.constraint import Constraint
 from outrider.core.option import SAMPLING, Option
 from outrider.core.params import DEFAULT_MAX_TOKENS, SamplingParams
-from outrider.core.text import is_utf8
+from outrider.core.text import is_utf8, read_text
 from outrider.errors import OutriderError
 
 
@@ -83,3 +84,36 @@ def _parse_bias(entries: list[str] | None) -> dict[int, float]:
             raise OutriderError(f"--logit-bias is given twice for token {token}; give one value for it")
         bias[token] = number
     return bias
+
+
+_PANEL = "Constraint"
+_FIX = "give the path of a text file"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstraintOptions:
+    """The options of a constraint. At most one may be given."""
+
+    json_schema: Annotated[str | None, Option("FILE", _PANEL)] = None
+    """Generate JSON that matches the schema in this file."""
+    regex: Annotated[str | None, Option("PATTERN", _PANEL)] = None
+    """Generate text that matches the whole pattern."""
+    grammar: Annotated[str | None, Option("FILE", _PANEL)] = None
+    """Generate text of the grammar in this file: Lark or GBNF."""
+
+    def constraint(self) -> Constraint | None:
+        """Return the constraint, or None if no option is given.
+
+        Raises:
+            OutriderError: a file cannot be read, a constraint is invalid, or several options are given.
+        """
+        given = [value for value in (self.json_schema, self.regex, self.grammar) if value is not None]
+        if len(given) > 1:
+            raise OutriderError("--json-schema, --regex and --grammar cannot be combined; give one of them")
+        if self.regex is not None and not is_utf8(self.regex):
+            raise OutriderError(f"--regex {self.regex!r} is not UTF-8 text; give UTF-8 text")
+        if self.json_schema is not None:
+            return Constraint.json_schema(read_text(self.json_schema, f"--json-schema {self.json_schema}", fix=_FIX))
+        if self.grammar is not None:
+            return Constraint.grammar(read_text(self.grammar, f"--grammar {self.grammar}", fix=_FIX))
+        return None if self.regex is None else Constraint.regex(self.regex)

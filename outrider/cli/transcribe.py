@@ -7,8 +7,7 @@ from time import perf_counter
 from outrider.cli.output import Outcome, Output
 from outrider.cli.source import SourceOptions
 from outrider.core.params import SamplingParams
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.lab.common.clock import DecodeSpeed, with_times
 from outrider.llm import LLM
 from outrider.models.torch.speech.rules import SpeechRules

@@ -12,8 +12,7 @@ from typing import Annotated, Any, TypeGuard
 
 from outrider.core.option import LIMITS, MODEL, Option
 from outrider.core.params import AUTO, check_draft_length, parse_draft_length
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 
 REPLICATED, SHARDED = "replicated", "sharded"  # placements of a draft on several ranks
 PLACEMENTS = (AUTO, REPLICATED, SHARDED)

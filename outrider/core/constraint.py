@@ -9,7 +9,6 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from outrider.core.text import either
 from outrider.errors import OutriderError
 
 STYLE: Mapping[str, Any] = MappingProxyType(  # JSON is formatted as by Python's json.dumps
@@ -51,7 +50,7 @@ class Constraint:
 
     def __post_init__(self) -> None:
         if self.kind not in tuple(Kind):
-            raise OutriderError(f"a constraint's kind is {self.kind!r}; use {either(Kind)}")
+            raise OutriderError(f"a constraint's kind is {self.kind!r}; use {', '.join(Kind)}")
         object.__setattr__(self, "kind", Kind(self.kind))  # "regex" means Kind.REGEX
         if not isinstance(self.source, str) or not self.source:
             raise OutriderError(f"a constraint's source is {self.source!r}; use a string of at least one character")

@@ -4,8 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 
 # Names of SGLang's options by vLLM's keys.
 _SGLANG = {

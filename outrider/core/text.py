@@ -1,7 +1,7 @@
 """Incremental detokenization with stop strings."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from outrider.errors import OutriderError
@@ -170,9 +170,3 @@ def read_text(file: str | Path, what: str, *, fix: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise OutriderError(f"{what} cannot be read ({reason}); {fix}") from error
-
-
-def either(names: Iterable[str]) -> str:
-    """Return a choice of names in words: `a`, `a or b`, `a, b or c`."""
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from outrider.core.grammar import Grammar
 from outrider.core.noise import derive_seed
 from outrider.core.params import InvalidParam, SamplingParams
-from outrider.core.text import either
 from outrider.core.types import AudioFeatures, Request, SpeechOutput
 from outrider.engine.codec import EncodedPrompt, EncodedSource, Prompt, Source, TextCodec
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.runtime.ranks import of_first_rank
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ import torch
 
 from outrider.core.packages import added, load_added
 from outrider.core.target import Target, WeightSharer
-from outrider.core.text import either
 from outrider.core.types import Draw
 from outrider.drafting.propose.registry import (
     CHAINS,
@@ -15,7 +14,7 @@ from outrider.drafting.propose.registry import (
     check_proposer,
     parse,
 )
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.verify.lossy import LOSSY
 from outrider.verify.relaxed.registry import RELAXED, is_relaxed, relaxed_verifier
 from outrider.verify.rules import EXACT, TargetFacts, Verifier

@@ -26,9 +26,9 @@ from outrider.serve.openai.errors import (
     RESPONSES,
     STREAM_RESPONSES,
     add_handlers,
+    add_missing_routes,
     attribute_errors,
 )
-from outrider.serve.openai.missing_routes import add_missing_routes
 from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serve.openai.template_options import reads_thinking

@@ -13,13 +13,12 @@ import torch
 from outrider.core.noise import derive_seed
 from outrider.core.option import as_json
 from outrider.core.prompts import Prompt
-from outrider.core.text import either
 from outrider.drafting.plan.known_costs import known_costs
 from outrider.drafting.plan.pass_cost import CostModel
 from outrider.drafting.propose.leaves import draft_model
 from outrider.drafting.propose.registry import check_proposer
 from outrider.engine.codec import EncodedPrompt
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.llm import LLM
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.fingerprint import model_fingerprint

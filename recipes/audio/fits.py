@@ -9,8 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from outrider.media.models.audio.captions import LANGUAGE
-from outrider.media.models.audio.config import AudioConfig
+from outrider.media.models.audio.config import LANGUAGE, AudioConfig
 from recipes.audio.sounds import audible_harmonics, semitones
 
 _MOTIONS = {"rise": 1, "fall": 2}  # all other patterns stand still: 0

@@ -6,8 +6,7 @@ import random
 import torch
 from torch import Tensor
 
-from outrider.media.models.audio.captions import LANGUAGE
-from outrider.media.models.audio.config import AudioConfig
+from outrider.media.models.audio.config import LANGUAGE, AudioConfig
 
 _DO = 261.63  # Hz, of the low notes
 _NOTES = {"do": 0, "re": 2, "mi": 4, "fa": 5, "sol": 7, "la": 9, "ti": 11}  # semitones above do

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from outrider.verify.relaxed.kmeans import kmeans, nearest
+from outrider.verify.relaxed.tables import kmeans, nearest
 from recipes.image_tokens.images import SIDE
 
 PATCH = 4  # pixels

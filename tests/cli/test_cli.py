@@ -19,11 +19,10 @@ import outrider
 from outrider import Constraint, OutriderError, SamplingParams
 from outrider.cli import terminal
 from outrider.cli.app import app
-from outrider.cli.constraint_options import ConstraintOptions
 from outrider.cli.options import PromptOptions
 from outrider.cli.output import Output
 from outrider.cli.run import converse
-from outrider.cli.sampling_options import SamplingOptions
+from outrider.cli.sampling_options import ConstraintOptions, SamplingOptions
 from outrider.cli.source import SourceOptions
 from outrider.core.config import EngineConfig
 from outrider.lab.audit.settings import Settings as AuditSettings

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from outrider.errors import OutriderError
 from outrider.media import AudioModels, QualityGate, Scorer, StreamDecoder, TargetOnly, load_models
-from outrider.media.models.audio.captions import LANGUAGE
-from outrider.media.models.audio.config import AudioConfig
+from outrider.media.models.audio.config import LANGUAGE, AudioConfig
 from outrider.media.models.audio.scorer import SoundMatchModel, SoundScorerConfig
 from outrider.media.models.audio.spectrum import encode, magnitudes
 from outrider.media.models.audio.store import AudioNetworks, save_audio_networks

@@ -9,7 +9,7 @@ from PIL import Image
 
 from outrider.errors import OutriderError
 from outrider.media import DrafterOnly, ImageRewardScorer, QualityGate, Scorer, TargetOnly, load_models
-from outrider.media.engine.scoring import score_draft
+from outrider.media.engine.engine import score_draft
 from outrider.media.output.compare import COLORS, draw_comparison
 from outrider.media.output.writer import check_video_file, write_video
 from outrider.media.results import Maker

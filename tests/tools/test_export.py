@@ -24,7 +24,7 @@ from outrider.models.loader.load import load_checkpoint
 from outrider.models.torch.gguf_linear import expand_blocks
 from outrider.tools.export.engines import ENGINES, MODEL, Draft, engine_of, words
 from outrider.tools.export.gguf_model import find_rule
-from outrider.tools.export.tuned import tuned_k
+from outrider.tools.export.length import tuned_k
 from tests.helpers import tiny
 from tests.helpers.commands import document, invoke, refuse, succeed
 from tests.helpers.heads import cases, random_draft, write_new_head, write_random_head

@@ -17,9 +17,8 @@ from typing import Any
 from outrider.core.config import DRAFT_OPTIONS, EngineConfig
 from outrider.core.params import AUTO
 from outrider.core.proposer import Proposer, ProposerSetup
-from outrider.core.text import either
 from outrider.core.types import Needs
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.models.loader.embedded import embedded, model_folder
 
 Maker = Callable[[ProposerSetup], Proposer]

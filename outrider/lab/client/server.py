@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from outrider.core.packages import needed_by
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 
 if TYPE_CHECKING:  # aiohttp is an optional dependency
     from outrider.lab.client.connection import Connection

@@ -11,12 +11,11 @@ from typing import Any
 from rich.console import Console
 
 from outrider.core.option import as_json
-from outrider.core.text import either
 from outrider.drafting.propose.expression import command_line_form, short
 from outrider.engine.build import proposer_of
 from outrider.engine.default_proposer import can_draft_for_itself
 from outrider.engine.verifiers import find_verifier
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.lab.fit.checks import check_disk, check_drafts, check_head, check_memory, target_size
 from outrider.lab.fit.outcome import Outcome, duration
 from outrider.lab.fit.prompts import PromptSplit, read_split, write_files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from outrider.errors import OutriderError
 from outrider.media.contract import BlockGenerator, Choice, Position, Router, Scorer, StreamDecoder
-from outrider.media.engine.scoring import score_draft
 from outrider.media.engine.stream import BlockStream
 from outrider.media.results import BlockResult, Maker, MediaResult, Seconds
 
@@ -224,3 +224,24 @@ class _Clock:
         now = self._now()
         self.seconds += Seconds(**{part: now - self._last})
         self._last = now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """The scores of a draft, or why there are none."""
+
+    values: Tensor | None
+    failure: str | None = None
+
+
+def score_draft(scorer: Scorer, prompt: str, content: Tensor) -> Scores:
+    """Return the scores of all units of a draft."""
+    try:
+        values = torch.as_tensor(scorer.score(prompt, content), dtype=torch.float32)
+    except Exception as error:  # a scorer is foreign code
+        return Scores(values=None, failure=f"the scorer raised {type(error).__name__}: {error}")
+    if values.dim() != 1 or not len(values):
+        return Scores(values=None, failure=f"the scorer returned shape {tuple(values.shape)}; a vector is needed")
+    if not bool(values.isfinite().all()):
+        return Scores(values=None, failure="the scorer returned a score that is not a finite number")
+    return Scores(values=values)

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.models.loader.gguf.file import GGUFFile
 from outrider.models.native.support import may_run
 

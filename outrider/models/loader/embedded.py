@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.models.loader.hub.names import hub_name
 from outrider.models.loader.paths import is_gguf
 

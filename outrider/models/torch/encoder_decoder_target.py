@@ -10,13 +10,37 @@ from transformers.modeling_outputs import BaseModelOutput
 from outrider.core.cache import Layout
 from outrider.core.types import Batch, Draft, Scores, SequenceState, SharedWeights
 from outrider.errors import OutriderError
+from outrider.models.cache.static import StaticCache
 from outrider.models.torch.attention import CacheReader
 from outrider.models.torch.attention_target import AttentionTarget
 from outrider.models.torch.checkpoint import Checkpoint
-from outrider.models.torch.encoder_decoder.cache import EncoderDecoderCache
 from outrider.models.torch.encoder_decoder.layers import DecoderPass, replace_attention, replace_positions
 from outrider.models.torch.encoder_decoder.shared_weights import shared_weights
+from outrider.models.torch.encoder_decoder.sources import Sources
 from outrider.models.torch.submodel import layer_stack
+
+
+class EncoderDecoderCache(StaticCache):
+    """A `StaticCache` for the self-attention of the decoder, and the keys and values of the sources.
+
+    Requests share no prefixes: the keys and values of a decoder depend on the source as well as on
+    the tokens, and the prompt of a decoder is short.
+    """
+
+    def __init__(self, *, slots: int, capacity: int, device: torch.device, layers: int, reserve: int) -> None:
+        self.sources = Sources(slots, device, layers)
+        super().__init__(slots=slots, capacity=capacity, device=device, layers=layers, reserve=reserve)
+
+    def forget(self) -> None:
+        super().forget()
+        self.sources.forget()
+
+    def set_prefix_caching(self, on: bool) -> None:
+        pass
+
+    def bytes(self) -> int:
+        return super().bytes() + self.sources.bytes()
+
 
 _NO_SELF_DRAFT = "an encoder-decoder target cannot draft with its own layers; use ngram, suffix or draft:DIR"
 _NO_SOURCE = "this target is an encoder-decoder model and a request has no source; give each request a source"

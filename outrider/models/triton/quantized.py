@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from outrider.core.text import either
-from outrider.errors import OutriderError, UnsupportedModel
+from outrider.errors import OutriderError, UnsupportedModel, either
 from outrider.models.torch.fp8_weight import Fp8, Fp8Weight
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.group_weight import Groups, GroupWeight

@@ -8,9 +8,12 @@ function runs eagerly: a recording changes no bit of the result.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import add
+from os import cpu_count
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +21,6 @@ import torch
 
 from outrider.core.types import Batch, Draft
 from outrider.models.torch.cuda_recorder import Recorder
-from outrider.models.triton.compiling import only_compiled
 from outrider.models.triton.passes import MAX_COLUMNS, PROMPT_BUCKET, BlockTables, Bucket, Buffers
 
 _log = logging.getLogger("outrider")
@@ -189,3 +191,22 @@ def _columns(count: int, rows: int, steps: int) -> int:
 def _round_up(count: int, sizes: Sequence[int] = _SIZES) -> int:
     """Return the smallest size of a bucket that is at least `count`."""
     return next((size for size in sizes if size >= count), 2 * _SIZES[-1]) if count else 0
+
+
+@contextmanager
+def only_compiled() -> Iterator[None]:
+    """Let a launch of a kernel compile it in a thread, and not run it. What a pass returns is then arbitrary."""
+    from triton.runtime import JITFunction
+    from triton.runtime._async_compile import AsyncCompileMode
+
+    run: Callable[..., Any] = JITFunction.run
+
+    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        run(kernel, *arguments, grid=grid, warmup=True, **options)
+
+    JITFunction.run = compile_only
+    try:
+        with ThreadPoolExecutor(cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            yield
+    finally:
+        JITFunction.run = run

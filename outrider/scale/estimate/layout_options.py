@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.scale.estimate.equations import Machine, Model
 from outrider.scale.estimate.layout import Layout, Link
 from outrider.scale.estimate.machines import NAMES, MachineOverrides, efficiencies, find_machine

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.scale.estimate.equations import Efficiency, Machine
 
 PESSIMISTIC, MIDDLE, OPTIMISTIC = "pessimistic", "middle", "optimistic"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.core.text import either, read_text
+from outrider.core.text import read_text
 from outrider.drafting.plan.speedup import expected_tau
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.models.loader.embedded import model_name
 from outrider.scale.estimate.pair import Acceptance
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.scale.fleet.arrivals import Arrival
 from outrider.scale.fleet.replica import Replica
 

@@ -13,8 +13,8 @@ from outrider.runtime.report.console import print_document
 from outrider.scale.ray.cluster import connect
 from outrider.scale.ray.package import import_ray, import_train
 from outrider.scale.ray.train_settings import RayWorkers
+from outrider.train.command import show
 from outrider.train.distributed import TIMEOUT
-from outrider.train.report.table import show
 from outrider.train.run import Training
 from outrider.train.settings import Settings
 

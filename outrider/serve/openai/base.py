@@ -17,7 +17,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from outrider.core.text import either, is_utf8
+from outrider.core.text import is_utf8
+from outrider.errors import either
 
 _NULL = {"type": "null"}
 _UNUSED = "x-unused"  # key of the schema of a field that has no effect, for /docs

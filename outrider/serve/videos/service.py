@@ -1,18 +1,21 @@
 """Makes the videos of a server in a thread of its own, one after the other."""
 
 import logging
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Condition, Thread
 
 import torch
+from torch import Tensor
 
 from outrider.core.params import InvalidParam
 from outrider.media.calibration.drift import DriftWatch
+from outrider.media.output.writer import picture, write_video
 from outrider.media.results import BlockResult
 from outrider.serve.errors import QueueFull
 from outrider.serve.openai.errors import UnknownName
-from outrider.serve.videos.encode import encode_video
 from outrider.serve.videos.job import VideoFile, VideoJob
-from outrider.serve.videos.models import ServedModels
+from outrider.serve.videos.models import FPS, ServedModels
 from outrider.serve.videos.schema import VideoTask
 
 _log = logging.getLogger("outrider.serve")
@@ -155,3 +158,19 @@ class VideoService:
         ended = [job for job in self._jobs.values() if job.ended]
         for job in ended[: max(0, len(ended) - self._max_kept)]:
             del self._jobs[job.id]
+
+
+def encode_video(content: Tensor, *, scale: int, output_format: str) -> VideoFile:
+    """Return the file of a video.
+
+    Args:
+        content: frames, of shape (frames, 3, rows, columns) with values from 0 to 1.
+        scale: rows and columns that a pixel becomes. Pixels are repeated, not blended.
+        output_format: mp4 or gif. If mp4 cannot be encoded, the file is a gif and has a note.
+    """
+    with TemporaryDirectory(prefix="outrider-") as folder:
+        pictures = [picture(frame, scale) for frame in content]
+        written = write_video(pictures, Path(folder) / f"video.{output_format}", fps=FPS)
+        # The path in the note is of no use to a client.
+        note = None if written.note is None else written.note.removesuffix(f": {written.file}")
+        return VideoFile(data=written.file.read_bytes(), format=written.file.suffix[1:], note=note)

@@ -9,8 +9,7 @@ from shlex import quote, split
 from types import MappingProxyType
 from typing import Any
 
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.models.heads.description import Kind
 
 MODEL = "draft model"  # a whole small language model; other kinds are those of draft heads, and `SUFFIX`

@@ -13,8 +13,7 @@ from types import MappingProxyType
 
 import torch
 
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 
 _LN2 = math.log(2)
 _TINY = 1e-20

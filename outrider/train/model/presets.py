@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.models.heads.description import (
     AuxStates,
     BlockView,

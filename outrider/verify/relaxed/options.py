@@ -3,8 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 
 
 class RuleOptions:

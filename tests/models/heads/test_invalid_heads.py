@@ -222,7 +222,7 @@ INVALID = {
     "kind of speculators": (
         "speculators",
         _set("speculators_model_type", "guru"),
-        "'guru' is not supported; use xpress, dspark, dflash2, domino, dflash, eagle3, peagle, mtp",
+        "'guru' is not supported; use xpress, dspark, dflash2, domino, dflash, eagle3, peagle or mtp",
     ),
     "assistant without target": (
         "assistant",

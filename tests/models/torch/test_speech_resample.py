@@ -7,7 +7,7 @@ import pytest
 
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.models.torch.speech.resample import at_rate
+from outrider.models.torch.speech.source import at_rate
 from outrider.models.torch.speech.wav import Recording, read_wav_file
 from tests.helpers.speech import MULTILINGUAL, RATE, recording, save_whisper, write_wav
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from outrider import OutriderError
-from outrider.scale.estimate.disaggregation import decode_devices, mean_ttft, prefill_devices, transfer_bandwidth
 from outrider.scale.estimate.equations import Efficiency, one_pass
 from outrider.scale.estimate.layout import Layout, Link, Work, all_to_all_seconds, allreduce_seconds, layout_pass
 from outrider.scale.estimate.machines import MachineOverrides, find_machine
@@ -13,6 +12,7 @@ from outrider.scale.estimate.models import Bits, find_model, read_model
 from outrider.scale.estimate.overlap import continued_round, guessed_round, parse_overlap, serial_round
 from outrider.scale.estimate.pair import Acceptance, DraftDevice, Drafting, Pair
 from outrider.scale.estimate.pipeline import filled_steps, heaviest_stage, pipeline_round
+from outrider.scale.estimate.separate import decode_devices, mean_ttft, prefill_devices, transfer_bandwidth
 from tests.scale.estimate.projected import project, projected
 
 IDEAL = Efficiency(name="ideal", bandwidth=1.0, arithmetic=1.0, exposed=0.0, round_seconds=0.0, layer_seconds=0.0)

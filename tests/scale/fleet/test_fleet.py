@@ -11,11 +11,11 @@ import pytest
 from outrider import OutriderError
 from outrider.drafting.plan.pass_cost import CostModel, PassCost
 from outrider.drafting.plan.speedup import expected_tau
-from outrider.scale.estimate.disaggregation import mean_ttft
 from outrider.scale.estimate.equations import one_pass
 from outrider.scale.estimate.machines import GPU, MachineOverrides, efficiencies, find_machine
 from outrider.scale.estimate.models import Bits, find_model
 from outrider.scale.estimate.pair import Acceptance
+from outrider.scale.estimate.separate import mean_ttft
 from outrider.scale.fleet.arrivals import Arrival, Lengths, bursts, parse_arrivals, poisson, read_trace
 from outrider.scale.fleet.costs import ServerCosts, projected_costs, read_costs
 from outrider.scale.fleet.replica import PUBLISH_SECONDS, ReplicaSettings

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.core.params import SamplingParams
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.lab.audit.distribution import SIGNIFICANCE
 from outrider.lab.audit.prompts import Prompt
 from outrider.lab.audit.server.client import Completions

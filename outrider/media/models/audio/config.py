@@ -1,10 +1,21 @@
-"""The sizes of a set of audio models, as config.json holds them."""
+"""The sizes of a set of audio models, as config.json holds them, and the captions that they understand."""
 
 from dataclasses import dataclass
 
-from outrider.media.models.audio import captions
 from outrider.media.models.config import BlockConfig
 from outrider.media.models.language import Language
+
+TIMBRES = ("pure", "hollow", "bright")  # harmonics: none, the odd ones, all
+PATTERNS = ("pulse", "trill", "arpeggio", "scale", "rise", "fall")  # rise and fall are chirps
+HEIGHTS = ("low", "high")
+NOTES = ("do", "re", "mi", "fa", "sol", "la", "ti")
+TEMPOS = ("slow", "fast")
+LANGUAGE = Language(
+    slots=(TIMBRES, PATTERNS, HEIGHTS, NOTES, TEMPOS),
+    template="a {} {} on a {} {} at a {} tempo",
+    fillers=frozenset(("a", "an", "on", "at", "tempo")),
+    form="a TIMBRE PATTERN on a HEIGHT NOTE at a SPEED tempo",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,4 +47,4 @@ class AudioConfig(BlockConfig):
     @property
     def language(self) -> Language:
         """The captions that the models understand."""
-        return captions.LANGUAGE
+        return LANGUAGE

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from outrider.media.models.audio.captions import LANGUAGE
-from outrider.media.models.audio.config import AudioConfig
+from outrider.media.models.audio.config import LANGUAGE, AudioConfig
 from outrider.media.models.audio.spectrum import log_spectra
 from outrider.media.models.config import ScorerConfig
 from outrider.media.models.scorer import CaptionTower

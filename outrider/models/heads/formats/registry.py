@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.core.text import either
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.models.heads.files import TensorFiles, model_sizes, read_config, text_config
 from outrider.models.heads.formats.base import Format, ImportedHead, Source, TargetInfo
 from outrider.models.heads.formats.block_parts import BLOCK_KINDS

@@ -17,14 +17,72 @@ confidence head does not use the previous token; the columns for it are zero her
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from outrider.models.heads.description import HeadDescription
+from outrider.models.heads.description import HeadDescription, Recurrence, Selector
 from outrider.models.heads.modules.base import HeadBase
 from outrider.models.heads.modules.convolution import ConvolvedLayer
 from outrider.models.heads.modules.layers import AttentionFunction, Layer, Norm, rotation
-from outrider.models.heads.modules.recurrence import RecurrentCorrection
 from outrider.models.heads.modules.refiner import CausalRefiner
-from outrider.models.heads.modules.selector import CandidateSelector
+
+
+class RecurrentCorrection(nn.Module):
+    """Computes corrections of logits, over the draft vocabulary. A new one corrects nothing."""
+
+    def __init__(self, description: HeadDescription, recurrence: Recurrence) -> None:
+        super().__init__()
+        self.first = recurrence.first
+        self.gru = nn.GRUCell(description.width, recurrence.state, bias=False)
+        self.join = nn.Linear(description.width + recurrence.state, recurrence.rank, bias=False)
+        self.token_out = nn.Linear(recurrence.rank, description.output_vocab, bias=False)
+        nn.init.zeros_(self.token_out.weight)
+
+    def advance(self, embeddings: torch.Tensor, states: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the states [*, S] after embeddings [*, H] of tokens. `states` [*, S] are those before; None: none."""
+        before = None if states is None else states.flatten(0, -2)
+        after: torch.Tensor = self.gru(embeddings.flatten(0, -2), before)
+        return after.view(*embeddings.shape[:-1], -1)
+
+    def corrections(self, out: torch.Tensor, states: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
+        """Return float32 corrections [*, Vd] of logits.
+
+        Args:
+            out: [*, H] outputs of columns.
+            states: [*, S] states after the tokens before.
+            depth: [*] or [] draft tokens before. The first ones of a block are not corrected.
+        """
+        hidden = functional.silu(self.join(torch.cat([out, states.to(out.dtype)], -1)))
+        return self.token_out(hidden).float() * (depth >= self.first)[..., None]  # type: ignore[no-any-return]
+
+
+_INIT_STD = 0.02  # of the table of tokens before
+
+
+class CandidateSelector(nn.Module):
+    """Corrects logits over the draft vocabulary. A new one corrects nothing."""
+
+    def __init__(self, description: HeadDescription, selector: Selector) -> None:
+        super().__init__()
+        self.candidates = selector.candidates
+        self.before = nn.Parameter(torch.empty(description.vocab, selector.rank).normal_(std=_INIT_STD))
+        self.after = nn.Parameter(torch.zeros(description.output_vocab, selector.rank))
+        self.gate = nn.Linear(description.width, selector.rank, bias=False)
+
+    def corrections(self, out: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Return float32 corrections [*, Vd] of all tokens, for outputs [*, H] and the target ids [*] before."""
+        return functional.linear(self._latents(out, before), self.after).float()
+
+    def select(self, logits: torch.Tensor, out: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Return corrected logits [*, Vd]. All tokens but the candidates get -inf."""
+        if not 0 < self.candidates < logits.shape[-1]:
+            return logits + self.corrections(out, before)
+        values, rows = logits.topk(self.candidates)
+        values = values + (self.after[rows] @ self._latents(out, before)[..., None])[..., 0].float()
+        return torch.full_like(logits, -torch.inf).scatter(-1, rows, values)
+
+    def _latents(self, out: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(before, self.before) * self.gate(out)  # type: ignore[no-any-return]
+
 
 _INIT_STD = 0.02  # of new embeddings
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from outrider.core.params import InvalidParam
-from outrider.core.text import either
 from outrider.core.types import AudioFeatures
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, either
 from outrider.models.torch.speech.timestamps import TimestampRules
 
 TRANSCRIBE = "transcribe"
