@@ -136,7 +136,7 @@ class CDistributions(ctypes.Structure):
 
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
-        *_pointers("probs", "params"),
+        *_pointers("logits", "probs", "params"),
         *_integers("count", "vocab", "nodes"),
     )
 
