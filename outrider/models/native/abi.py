@@ -113,7 +113,7 @@ class CPass(ctypes.Structure):
     _fields_ = (
         *_pointers("token", "position", "slot", "entry", "prefix", "tail_begin", "tail"),
         *_pointers("output_columns", "logits", "best"),
-        *_pointers("export_layers", "hidden_states", "state"),
+        *_pointers("export_layers", "hidden_states", "moments", "state"),
         *_integers("needs_fusion", "num_columns", "num_outputs", "num_exports"),
     )
 
@@ -136,7 +136,7 @@ class CDistributions(ctypes.Structure):
 
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
-        *_pointers("probs", "params"),
+        *_pointers("logits", "probs", "params"),
         *_integers("count", "vocab", "nodes"),
     )
 
@@ -282,6 +282,7 @@ class Columns:
             best=output.best,
             export_layers=output.layers.buffer_info()[0],
             hidden_states=output.hidden_states,
+            moments=output.moments,
             state=0 if state is None else state.data_ptr(),
             needs_fusion=state is not None and state.dim() == 3,  # states of several layers, which the kernels fuse
             num_columns=len(self.token),
@@ -298,3 +299,4 @@ class PassOutput:
     best: int = 0
     layers: array[int] = field(default_factory=_int_array)  # layers whose outputs are exported
     hidden_states: int = 0
+    moments: int = 0

@@ -24,11 +24,18 @@ def fastest_sampling(device: torch.device) -> ProbsFunction:
 def _target_probs(
     library: Library, logits: torch.Tensor, sampling: SamplingTensors, of: torch.Tensor | slice
 ) -> torch.Tensor:
-    probs = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    logits = logits.to(torch.float32).contiguous()
+    # The kernel copies the logits. Threads of torch that have copied them would go on waiting for work on a core.
+    probs = torch.empty_like(logits)
     params = sampling.draw_params[of].contiguous()
     batch_size, nodes, vocab = probs.shape
     arguments = CDistributions(
-        probs=probs.data_ptr(), params=params.data_ptr(), count=batch_size * nodes, vocab=vocab, nodes=nodes
+        logits=logits.data_ptr(),
+        probs=probs.data_ptr(),
+        params=params.data_ptr(),
+        count=batch_size * nodes,
+        vocab=vocab,
+        nodes=nodes,
     )
     library.code.outrider_target_probs(ctypes.byref(arguments))
     return probs

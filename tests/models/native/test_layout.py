@@ -33,7 +33,7 @@ def swapped(structure, first, second):
 WRONG = {
     "missing field": (
         without(CPass, "state"),
-        "has needs_fusion (4 bytes from byte 96), and the compiled kernels have state (8 bytes from byte 96)",
+        "has needs_fusion (4 bytes from byte 104), and the compiled kernels have state (8 bytes from byte 104)",
     ),
     "swapped numbers": (swapped(CLayer, "window", "rotary"), "has rotary (4 bytes from byte 624)"),
     "swapped pointers": (swapped(CChain, "q", "q_index"), "has q_index (8 bytes from byte 128)"),
@@ -41,7 +41,7 @@ WRONG = {
     "further field": (changed(CLayer, [*CLayer._fields_, ("extra", ctypes.c_int64)]), "have no further field"),
     "other type": (
         changed(CPass, [*CPass._fields_[:-1], ("num_exports", ctypes.c_int64)]),
-        "has num_exports (8 bytes from byte 120), and the compiled kernels have num_exports (4 bytes from byte 116)",
+        "has num_exports (8 bytes from byte 128), and the compiled kernels have num_exports (4 bytes from byte 124)",
     ),
 }
 

@@ -13,7 +13,8 @@ constexpr uint64_t kTarget = 1, kRace = 2, kAccept = 3;     // of NoiseStream in
 }  // namespace
 
 extern "C" struct Distributions {
-  float* probs;                  // [count, vocab] logits, which are replaced by probabilities
+  const float* logits;           // [count, vocab]
+  float* probs;                  // [count, vocab]
   const SamplingParams* params;  // [count / nodes] one for each sequence
   int32_t count, vocab, nodes;   // each sequence has `nodes` distributions, one after another
 };
@@ -31,7 +32,7 @@ extern "C" struct Verification {
   int32_t batch_size, nodes, vocab, rule;
 };
 
-OUTRIDER_LAYOUT(Distributions, probs, params, count, vocab, nodes)
+OUTRIDER_LAYOUT(Distributions, logits, probs, params, count, vocab, nodes)
 OUTRIDER_LAYOUT(Verification, token, parent, kind, count, p, p_index, q, q_index, seed, first, path, accepted, bonus,
                 logprob, batch_size, nodes, vocab, rule)
 
@@ -265,7 +266,9 @@ static int threads_for(int count) { return count > 3 ? max_threads() : 1; }
 
 extern "C" void outrider_target_probs(const Distributions* d) {
   const auto transform = [&](int i) {
-    apply_sampling(d->probs + size_t(i) * d->vocab, d->vocab, d->params[i / d->nodes]);
+    const size_t begin = size_t(i) * d->vocab;
+    std::copy_n(d->logits + begin, d->vocab, d->probs + begin);
+    apply_sampling(d->probs + begin, d->vocab, d->params[i / d->nodes]);
   };
   parallel_for(d->count, transform, threads_for(d->count));
 }
