@@ -34,7 +34,7 @@ from outrider.lab.fit.state import CONFIG, HEAD, RUNS, State
 from outrider.lab.tune.config import FIT
 from outrider.lab.tune.measurement import Measurement
 from outrider.models.loader.embedded import model_folder
-from outrider.models.loader.family import find_smaller
+from outrider.models.loader.family import Family, find_smaller
 from outrider.models.loader.fingerprint import model_fingerprint
 from outrider.models.loader.load import refuse_sources
 from outrider.runtime.atomic_files import check_folder, write_whole
@@ -70,7 +70,12 @@ class Fit:
         check_folder(settings.out, "--out")
         refuse_sources(self._target, "fit")
         check_memory(settings, self._target)
-        self._proposers = _untrained(settings, self._target)
+        family = find_smaller(self._target, settings.family) if settings.family else Family((), {})
+        for line in family.reasons:
+            self._say(line, indent="")
+        if family.smaller:
+            self._say(f"draft models: {', '.join(path.name for path in family.smaller)}", indent="")
+        self._proposers = _untrained(settings, self._target, family.smaller)
         check_drafts(settings, self._proposers)
         self._drafts = compared_drafts(settings, self._proposers)
         tune_settings(settings, self._folder, self._proposers, self._drafts)  # which checks them
@@ -265,9 +270,8 @@ class Fit:
         self._progress.print(f"{indent}{text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _untrained(settings: Settings, target: Path) -> tuple[str, ...]:
+def _untrained(settings: Settings, target: Path, smaller: Sequence[Path]) -> tuple[str, ...]:
     """Return the proposers of the first measurement. A short time limit may leave out the last ones."""
-    smaller = find_smaller(target, settings.family) if settings.family else ()
     drafts = [command_line_form(f'draft:"{path}"') for path in smaller]
     if settings.proposers:
         return tuple(dict.fromkeys((*settings.proposers, *drafts)))

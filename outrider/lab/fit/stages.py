@@ -10,7 +10,7 @@ from rich.console import Console
 
 from outrider.core.config import NO_DRAFT, QUANTIZE_BITS, draft_weight_bits
 from outrider.drafting.plan.pass_cost import CostModel
-from outrider.drafting.propose.registry import check_proposer, draft_settings, has_draft
+from outrider.drafting.propose.registry import NAMED, check_proposer, draft_settings, parse
 from outrider.errors import OutriderError
 from outrider.lab.audit.run import run_audit
 from outrider.lab.audit.settings import Settings as AuditSettings
@@ -22,7 +22,9 @@ from outrider.lab.tune.advice import Advice
 from outrider.lab.tune.measure import measure
 from outrider.lab.tune.run import make_document
 from outrider.lab.tune.settings import Settings as TuneSettings
+from outrider.models.loader.gguf.file import read_gguf
 from outrider.models.loader.load import check_fits, choose_device
+from outrider.models.loader.paths import is_gguf
 from outrider.runtime.progress import stage
 from outrider.runtime.report.console import Document
 from outrider.train.run import Training
@@ -55,14 +57,24 @@ def measure_proposers(
 
 
 def compared_drafts(settings: Settings, proposers: Sequence[str]) -> Drafts:
-    """Return the weights to compare of each proposer with a draft; {} if the user has named them."""
+    """Return the weights to compare of each proposer with a draft; {} if the user has named them.
+
+    Quantized GGUF files keep their types.
+    """
     if settings.engine.draft_quantize is not None:
         return {}
     try:
         draft_weight_bits("int8", kernels=settings.engine.kernels, device=str(choose_device(settings.engine.device)))
     except OutriderError:  # they run on torch or on a GPU
         return {}
-    return {proposer: (None, *QUANTIZE_BITS) for proposer in proposers if has_draft(proposer)}
+    return {proposer: (None, *QUANTIZE_BITS) for proposer in proposers if _has_full_draft(proposer)}
+
+
+def _has_full_draft(proposer: str) -> bool:
+    """Return whether a proposer has a draft whose weights are not quantized yet."""
+    drafts = [leaf.argument for leaf in parse(proposer).leaves() if leaf.name in NAMED and NAMED[leaf.name].reads_text]
+    files = [Path(draft).expanduser() for draft in drafts]
+    return any(not (is_gguf(file) and file.is_file() and read_gguf(file).quantized) for file in files)
 
 
 def tune_settings(settings: Settings, prompts: Path, proposers: Sequence[str], drafts: Drafts) -> TuneSettings:

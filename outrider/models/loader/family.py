@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
 
@@ -22,8 +22,23 @@ _HEAD, _GGUF_HEAD = "lm_head.weight", "output.weight"
 _SMALLER = 0.9  # largest share of the target's parameters; a copy of the target in another format has about 1
 
 
-def find_smaller(target: Path, places: Sequence[str]) -> tuple[Path, ...]:
-    """Return the smaller models with the tokenizer of a target, the smallest one first.
+class Family(NamedTuple):
+    """The models in some folders, by whether they can draft for a target."""
+
+    smaller: tuple[Path, ...]  # with the tokenizer of the target, the smallest one first
+    left_out: dict[Path, str]  # the others, and why
+
+    @property
+    def reasons(self) -> list[str]:
+        """One line for each reason, with the names of the models."""
+        names: dict[str, list[str]] = {}
+        for path, reason in self.left_out.items():
+            names.setdefault(reason, []).append(path.name)
+        return [f"left out, {reason}: {', '.join(each)}" for reason, each in names.items()]
+
+
+def find_smaller(target: Path, places: Sequence[str]) -> Family:
+    """Find the smaller models with the tokenizer of a target.
 
     Args:
         target: a folder or a GGUF file.
@@ -34,17 +49,27 @@ def find_smaller(target: Path, places: Sequence[str]) -> tuple[Path, ...]:
     """
     most = _SMALLER * count_parameters(target)
     tokenizer = _tokenizer(target)
-    sizes = {path: _readable_size(path) for place in places for path in _models(_folder(place))}
+    sizes: dict[Path, int] = {}
+    left_out: dict[Path, str] = {}
+    for path in (path for place in places for path in _models(_folder(place)) if not path.samefile(target)):
+        try:
+            sizes[path] = count_parameters(path)
+            if not _has_vocabulary(path, tokenizer):
+                left_out[path] = "with another tokenizer"
+            elif sizes[path] > most:
+                left_out[path] = f"with more than {_SMALLER:.0%} of the target's parameters"
+        except OutriderError as error:
+            left_out[path] = f"as it cannot be read ({error})"
     found: dict[str, Path] = {}  # by contents: the cache may hold several revisions of one model
-    for path in sorted((path for path, size in sizes.items() if 0 < size <= most), key=sizes.__getitem__):
-        if _has_vocabulary(path, tokenizer):
-            found.setdefault(model_fingerprint(path), path)
+    for path in sorted(sizes.keys() - left_out.keys(), key=lambda path: (sizes[path], path)):
+        found.setdefault(model_fingerprint(path), path)
+    family = Family(tuple(found.values()), left_out)
     if not found:
         raise OutriderError(
             f"no model in {', '.join(places)} is smaller than {target} and has its tokenizer; name other folders, or"
-            " leave --family out"
+            f" leave --family out. {'; '.join(family.reasons)}".removesuffix(". ")
         )
-    return tuple(found.values())
+    return family
 
 
 def count_parameters(path: Path) -> int:
@@ -94,19 +119,8 @@ def _models(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def _readable_size(path: Path) -> int:
-    """Return the parameters of a model; 0: it cannot be read, as other contents of the folders."""
-    try:
-        return count_parameters(path)
-    except OutriderError:
-        return 0
-
-
 def _has_vocabulary(path: Path, tokenizer: Any) -> bool:
-    try:
-        return bool(_tokenizer(path).get_vocab() == tokenizer.get_vocab())
-    except OutriderError:
-        return False
+    return bool(_tokenizer(path).get_vocab() == tokenizer.get_vocab())
 
 
 def _tokenizer(path: Path) -> Any:

@@ -7,6 +7,7 @@ from collections import namedtuple
 import pytest
 from transformers import AutoModelForCausalLM
 
+from outrider.core.config import QUANTIZE_BITS
 from outrider.drafting.plan.pass_cost import CostModel, PassCost
 from outrider.errors import OutriderError
 from outrider.lab.audit.prompts import DEFAULT
@@ -14,6 +15,7 @@ from outrider.lab.common import turns
 from outrider.lab.fit import checks, run, stages
 from outrider.lab.fit.prompts import read_split
 from outrider.lab.fit.settings import Settings, parse_ascending
+from outrider.lab.fit.stages import compared_drafts
 from outrider.lab.fit.state import State
 from outrider.train.run import FACTS
 from outrider.train.trainer import STATE
@@ -206,13 +208,24 @@ def test_family_is_measured_as_drafts(fit, tmp_path):
     """A folder with the tokenizer of the target, smaller than it, is a proposer of the first measurement."""
     small = save(tmp_path / "models" / "small", make_config("LlamaConfig", hidden_size=32))
     words = {"--family": tmp_path / "models", "--minutes": 0, "--proposers": "ngram"}
-    document = json.loads(fit(tmp_path / "out", **words).stdout.splitlines()[-1])
+    result = fit(tmp_path / "out", **words)
+    document = json.loads(result.stdout.splitlines()[-1])
     (draft,) = document["fit"]["drafts"]
     assert draft["proposer"] == f"draft:{small}"
     assert draft["token_ms"] > 0
     assert any(f"--proposer draft:{small} --k 2" in line for line in document["fit"]["summary"])
+    assert "draft models: small" in result.stderr
     outcome = fit(tmp_path / "none", **words | {"--family": small / "models"})
     assert "which is no folder; name folders" in one_line(outcome)
+
+
+def test_only_drafts_with_full_weights_are_compared_in_8_and_4_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "draft_weight_bits", lambda *_, **__: 8)
+    model = AutoModelForCausalLM.from_config(make_config("LlamaConfig", **SIZES))
+    full, blocks = (f'draft:"{write_gguf(tmp_path / f"{kind}.gguf", model, kind)}"' for kind in ("F16", "Q8_0"))
+    assert compared_drafts(Settings(out=str(tmp_path / "out")), [full, blocks, "ngram"]) == {
+        full: (None, *QUANTIZE_BITS)
+    }
 
 
 @pytest.mark.slow

@@ -29,17 +29,25 @@ def hub(tmp_path, monkeypatch):
 def test_smaller_models_with_the_tokenizer_are_found(target, tmp_path):
     small = llama(tmp_path / "models" / "a" / "small", 32)
     medium = llama(tmp_path / "models" / "medium", 64)
-    llama(tmp_path / "models" / "other", 32, size=90)  # another tokenizer
+    llama(tmp_path / "models" / "other", 32, size=300)  # another tokenizer
     shutil.copytree(target, tmp_path / "models" / "copy")
     (llama(tmp_path / "models" / "damaged", 32) / "model.safetensors").unlink()
     (tmp_path / "models" / "not.gguf").write_bytes(b"GGUF")
-    assert find_smaller(target, [str(tmp_path / "models")]) == (small, medium)
+    family = find_smaller(target, [str(tmp_path / "models")])
+    assert family.smaller == (small, medium)
+    assert {path.name: reason.split(" (")[0] for path, reason in family.left_out.items()} == {
+        "other": "with another tokenizer",
+        "copy": "with more than 90% of the target's parameters",
+        "damaged": "as it cannot be read",
+        "not.gguf": "as it cannot be read",
+    }
+    assert "left out, with another tokenizer: other" in family.reasons
 
 
 def test_cache_of_the_hub_is_searched_and_a_model_in_two_revisions_is_one(target, hub):
     first = llama(hub / "models--org--small" / "snapshots" / "1")
     shutil.copytree(first, hub / "models--org--small" / "snapshots" / "2")
-    assert find_smaller(target, ["hub"]) == (first,)
+    assert find_smaller(target, ["hub"]).smaller == (first,)
 
 
 def test_gguf_files_are_found_and_a_split_one_is_one(tmp_path):
@@ -52,7 +60,7 @@ def test_gguf_files_are_found_and_a_split_one_is_one(tmp_path):
     small = write(tmp_path / "models" / "small-00001-of-00001.gguf", num_hidden_layers=1)
     shutil.copy(small, tmp_path / "models" / "mmproj-small.gguf")
     shutil.copy(small, tmp_path / "models" / "lost-00002-of-00002.gguf")
-    assert find_smaller(target, [str(tmp_path / "models")]) == (small,)
+    assert find_smaller(target, [str(tmp_path / "models"), str(tmp_path)]).smaller == (small,)
 
 
 def test_parameters_are_those_without_the_lm_head_in_each_format(target, tmp_path):
@@ -72,5 +80,8 @@ def test_parameters_are_those_without_the_lm_head_in_each_format(target, tmp_pat
 def test_nothing_found_names_the_fix(target, hub, tmp_path):
     with pytest.raises(OutriderError, match=r"no model in .* is smaller than .* name other folders, or leave --family"):
         find_smaller(target, [str(tmp_path), "hub"])  # the cache is not there yet
+    other = llama(tmp_path / "other", 32, size=300)
+    with pytest.raises(OutriderError, match="left out, with another tokenizer: other"):
+        find_smaller(target, [str(other)])
     with pytest.raises(OutriderError, match="which is no folder; name folders, or hub for the Hub's cache"):
         find_smaller(target, [str(tmp_path / "missing")])
