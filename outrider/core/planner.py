@@ -1,6 +1,5 @@
 """The `Planner` protocol, and a planner with a fixed draft length."""
 
-from dataclasses import replace
 from typing import Protocol
 
 from outrider.core.stats import Stats, StatsAccumulator
@@ -32,7 +31,7 @@ class FixedPlanner:
 
     def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
         if not self.k:
-            return replace(batch, budget=DraftBudget((0,) * len(batch.seqs)))
+            return batch.with_budget(DraftBudget((0,) * len(batch.seqs)))
         return batch.limited(limit_budgets(self.k, batch))
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:

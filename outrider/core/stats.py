@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -168,6 +169,10 @@ class StatsAccumulator:
             bound=self._bound,
         )
 
+    def copy(self) -> StatsAccumulator:
+        """Return an accumulator that continues from the same sums."""
+        return deepcopy(self)
+
     def add(self, passes: Sequence[tuple[int, int, int]], *, drafted: int, prompt: int = 0) -> None:
         """Add passes, as in `Stats.of_passes`. This does not count a round."""
         self._passes += len(passes)
@@ -183,7 +188,7 @@ class StatsAccumulator:
                 self._reached[i] += i <= accepted
                 self._accepted[i] += i < accepted
 
-    def add_round(self, *, draft: float, target: float, host: float, experts: float = 0.0) -> None:
+    def add_round(self, draft: float, target: float, host: float, *, experts: float = 0.0) -> None:
         """Count one round, its seconds and the distinct experts of its pass."""
         self._rounds += 1
         self._experts += experts

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import add
 from typing import Protocol
 
 import torch
@@ -200,7 +201,7 @@ class Engine:
         if round.draft.size and any(round.failed):
             # A draft token may be the cause, which plain decoding would not score. Run the round without drafts.
             empty = tree.empty(len(batch.seqs), self._target.device)
-            without = replace(batch, budget=DraftBudget((0,) * len(batch.seqs)))
+            without = batch.with_budget(DraftBudget((0,) * len(batch.seqs)))
             constrained = apply_constraints(without, empty, self._target.vocab)
             round = self._verify(batch, constrained, timer)
         timer.verified()
@@ -216,10 +217,9 @@ class Engine:
         with timer.drafting:
             draft = self._proposer.propose(batch)
         check_budget(batch, draft)
-        verifier = self.verifier
-        if not draft.chain and not verifier.trees:
+        if not draft.chain and not self.verifier.trees:
             raise OutriderError(
-                f"verifier {verifier.name} verifies chains only; use walk, coupled, siblings or traversal"
+                f"verifier {self.verifier.name} verifies chains only; use walk, coupled, siblings or traversal"
             )
         return draft
 
@@ -233,7 +233,6 @@ class Engine:
         self._target.cache.commit(round)
         self._proposer.commit(round)
         add_logprobs(round)
-        self._record_version(round)
         if self.on_round:
             self.on_round(round)
         for seq in self._scheduler.commit(round):
@@ -244,7 +243,7 @@ class Engine:
         if not self.ranks:
             return seconds
         draft, target, total = self.ranks.agree(round.emitted, (seconds.draft, seconds.target, seconds.total))
-        return RoundSeconds(draft=draft, target=target, host=total - draft - target)
+        return RoundSeconds(draft, target, total - draft - target)
 
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> NotEnoughMemory:
         return out_of_memory(error, slots=self._target.slots, context=self._target.context)
@@ -299,6 +298,8 @@ class Engine:
             if seq.finish_reason:
                 self._refused.append(seq)
             else:
+                # All sequences are admitted again after an update of the weights.
+                self._record_version(seq)
                 # After a preemption, the proposer receives all tokens so far as the prompt.
                 self._proposer.admit(seq.slot, replace(seq.request, prompt_token_ids=tuple(seq.token_ids)))
 
@@ -312,23 +313,27 @@ class Engine:
 
     def _fit_memory(self, batch: Batch) -> Batch:
         """Drop draft tokens that do not fit into the cache. Speculation never preempts a request."""
-        ends = _feed_ends(batch)
-        wanted = {}
-        for b, (seq, tokens) in enumerate(zip(batch.seqs, batch.draft_budget, strict=True)):
-            wanted[seq.slot] = ends[seq.slot] + (tokens if seq.matcher is None else batch.budget.most(b))
-        if wanted == ends:  # these fit, or sequences would have been preempted
+        more = list(batch.draft_budget)
+        for b, seq in enumerate(batch.seqs):
+            if seq.matcher:
+                more[b] = batch.budget.most(b)
+        if not any(more):  # the feeds fit, or sequences would have been preempted
             return batch
+        ends = _feed_ends(batch)
+        wanted = dict(zip(ends, map(add, ends.values(), more), strict=True))
         fitting = prompts_that_fit(self._target.cache, ends, wanted)
         if len(fitting) == len(ends):
             return batch
-        return replace(batch, budget=batch.budget.only([seq.slot in fitting for seq in batch.seqs]))
+        return batch.with_budget(batch.budget.only([seq.slot in fitting for seq in batch.seqs]))
 
-    def _record_version(self, round: Round) -> None:
-        """Note the version of the weights in the sequences whose tokens come from another one than before."""
-        version = self._weight_version
-        for seq, emitted in zip(round.batch.seqs, round.emitted, strict=True):
-            if emitted and (not seq.weight_versions or seq.weight_versions[-1][1] != version):
-                seq.weight_versions.append((seq.num_output_tokens, version))
+    def _record_version(self, seq: SequenceState) -> None:
+        """Note the version of the weights that sample the next tokens of a sequence."""
+        versions = seq.weight_versions
+        first = seq.num_output_tokens
+        if versions and versions[-1][0] == first:  # no token is from that version
+            versions.pop()
+        if not versions or versions[-1][1] != self._weight_version:
+            versions.append((first, self._weight_version))
 
     def _release(self, slot: int) -> None:
         self._target.cache.release(slot)

@@ -5,18 +5,10 @@ launch. The work itself is waited for where the host reads the result, and would
 the queue of the device: the device notes the time when it gets there.
 """
 
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
-
-
-class Span(NamedTuple):
-    """A part of a round, between two marks of a stopwatch."""
-
-    begin: Any
-    end: Any
 
 
 class Stopwatch(Protocol):
@@ -28,8 +20,8 @@ class Stopwatch(Protocol):
     def mark(self) -> Any:
         """Return a mark of the moment at which all work so far is done. This does not wait for the work."""
 
-    def seconds(self, span: Span) -> float:
-        """Return the seconds between the marks of a span. The host has read a result of later work of the device."""
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Return the seconds between two marks. The host has read a result of later work of the device."""
 
 
 class RoundTimes(NamedTuple):
@@ -42,8 +34,7 @@ class RoundTimes(NamedTuple):
     draft_tokens: int  # verified draft tokens of all sequences
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundSeconds:
+class RoundSeconds(NamedTuple):
     """The seconds of the parts of one round."""
 
     draft: float
@@ -61,18 +52,18 @@ class Phase:
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
-        self._spans: list[Span] = []
+        self._marks: list[Any] = []  # begin and end of each time
 
     def __enter__(self) -> None:
-        self._begin = self._watch.mark()
+        self._marks.append(self._watch.mark())
 
     def __exit__(self, *error: object) -> None:
         if error[0] is None:
-            self._spans.append(Span(self._begin, self._watch.mark()))
+            self._marks.append(self._watch.mark())
 
     def seconds(self) -> float:
         """Return the seconds of the phase. The host has read a later result of the device."""
-        return sum(map(self._watch.seconds, self._spans))
+        return sum(map(self._watch.seconds, self._marks[::2], self._marks[1::2]))
 
 
 class RoundTimer:
@@ -111,14 +102,10 @@ class RoundTimer:
 class HostStopwatch:
     """The stopwatch of a CPU, whose calls return when the work is done."""
 
-    def now(self) -> float:
-        return perf_counter()
+    now = mark = staticmethod(perf_counter)
 
-    def mark(self) -> float:
-        return perf_counter()
-
-    def seconds(self, span: Span) -> float:
-        return float(span.end - span.begin)
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
 
 
 class CudaStopwatch:
@@ -130,17 +117,16 @@ class CudaStopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def now(self) -> float:
-        return perf_counter()
+    now = staticmethod(perf_counter)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def seconds(self, span: Span) -> float:
-        span.end.synchronize()  # returns at once, since the device has passed the mark
-        return float(span.begin.elapsed_time(span.end)) / 1e3
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()  # returns at once, since the device has passed the mark
+        return float(begin.elapsed_time(end)) / 1e3
 
 
 def find_stopwatch(device: torch.device) -> Stopwatch:
