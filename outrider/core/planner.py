@@ -38,6 +38,16 @@ class FixedPlanner:
         return draft
 
 
+class GrammarPlanner(FixedPlanner):
+    """Gives the proposer no draft tokens. Only grammars add those that they force."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
+        return batch.limited((0,) * len(batch.seqs))
+
+
 def limit_budgets(k: int, batch: Batch) -> tuple[int, ...]:
     """Return the draft budgets of a batch, at most k each."""
     return tuple(min(k, budget) for budget in batch.draft_budget)

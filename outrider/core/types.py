@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
+from functools import lru_cache
 from operator import add, eq
 from typing import TYPE_CHECKING, Any
 
@@ -205,6 +206,8 @@ class Batch:
     def limited(self, tokens: tuple[int, ...]) -> Batch:
         """Return the batch with `tokens` [B] as draft budget."""
         budget = self.budget
+        if tokens == budget.tokens:
+            return self
         return self.with_budget(
             DraftBudget(
                 tokens, budget.with_forced, budget.min_path_prob, budget.min_draft_probs, alternative=budget.alternative
@@ -238,11 +241,17 @@ class Packed:
     def of(cls, padded: torch.Tensor) -> Packed:
         """Wrap a padded tensor [B, M, V] without a copy."""
         seqs, nodes, _ = padded.shape
-        return cls(values=padded.flatten(0, 1), at=torch.arange(seqs * nodes, device=padded.device).view(seqs, nodes))
+        return cls(values=padded.flatten(0, 1), at=_all_nodes(seqs, nodes, padded.device))
 
     def padded(self) -> torch.Tensor:
         """Return a padded copy [B, M, V]. Nodes without values are 0."""
         return self.values[self.at.clamp(min=0)].masked_fill_(self.at[..., None] < 0, 0.0)
+
+
+@lru_cache(256)  # plain decoding asks for the same indices in every round
+@torch.inference_mode(False)  # callers outside of inference mode use the cached tensors as well
+def _all_nodes(seqs: int, nodes: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(seqs * nodes, device=device).view(seqs, nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

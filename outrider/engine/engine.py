@@ -64,7 +64,7 @@ class Engine:
         """
         self._target = target
         self._stopwatch = stopwatch or find_stopwatch(target.device)
-        self._expert_counter = target if isinstance(target, ExpertCounter) else None
+        self._expert_counter = target if isinstance(target, ExpertCounter) and target.expert_bytes() else None
         self._proposer = proposer
         self._verification = Verification(
             verifier, vocab=target.vocab, device=target.device, probs_function=probs_function
@@ -209,7 +209,9 @@ class Engine:
         timer.committed()
         if self.on_times:
             self.on_times(batch.seqs, timer.times(sum(round.draft.width)))
-        seconds = self._agree(round, timer.seconds())
+        seconds = timer.seconds()
+        if self.ranks:
+            seconds = self._agree(self.ranks, round, seconds)
         self._accounting.add(constrained, round, seconds, experts=self._touched_experts())
         return seconds
 
@@ -238,11 +240,10 @@ class Engine:
         for seq in self._scheduler.commit(round):
             self._release(seq.slot)
 
-    def _agree(self, round: Round, seconds: RoundSeconds) -> RoundSeconds:
+    @staticmethod
+    def _agree(ranks: Ranks, round: Round, seconds: RoundSeconds) -> RoundSeconds:
         """Return the seconds that all ranks use, because decisions depend on them."""
-        if not self.ranks:
-            return seconds
-        draft, target, total = self.ranks.agree(round.emitted, (seconds.draft, seconds.target, seconds.total))
+        draft, target, total = ranks.agree(round.emitted, (seconds.draft, seconds.target, seconds.total))
         return RoundSeconds(draft, target, total - draft - target)
 
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> NotEnoughMemory:
