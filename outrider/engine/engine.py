@@ -63,6 +63,7 @@ class Engine:
         target. `stopwatch` measures the rounds; None: that of the target's device.
         """
         self._target = target
+        self._inference_mode = torch.inference_mode()  # of `step`; as a decorator it is made anew in each call
         self._stopwatch = stopwatch or find_stopwatch(target.device)
         self._expert_counter = target if isinstance(target, ExpertCounter) and target.expert_bytes() else None
         self._proposer = proposer
@@ -164,7 +165,6 @@ class Engine:
         """Make `step` raise an error with this reason; "" ends that. Requests can be queued in the meantime."""
         self._blocked = reason
 
-    @torch.inference_mode()
     def step(self) -> tuple[SequenceState, ...]:
         """Run one round.
 
@@ -182,11 +182,12 @@ class Engine:
         self._committing = False
         timer = RoundTimer(self._stopwatch)
         try:
-            self._admit()
-            batch = self._open = self._next_batch()
-            if batch.seqs:
-                seconds = self._run_round(batch, self._planner, timer)
-                self._scheduler.record_round(batch, seconds.total)
+            with self._inference_mode:
+                self._admit()
+                batch = self._open = self._next_batch()
+                if batch.seqs:
+                    seconds = self._run_round(batch, self._planner, timer)
+                    self._scheduler.record_round(batch, seconds.total)
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
         return (*self._refused, *batch.seqs)
@@ -194,7 +195,6 @@ class Engine:
     def _run_round(self, batch: Batch, planner: Planner, timer: RoundTimer) -> RoundSeconds:
         """Plan, propose, score, verify and commit. Returns the seconds of the parts."""
         batch = self._fit_memory(planner.plan(batch, self._accounting.proposed))
-        timer.planned()
         draft = planner.trim(batch, self._propose(batch, timer))
         constrained = apply_constraints(batch, draft, self._target.vocab)
         round = self._verify(batch, constrained, timer)
@@ -206,18 +206,16 @@ class Engine:
             round = self._verify(batch, constrained, timer)
         timer.verified()
         self._commit(round)
-        timer.committed()
+        seconds = timer.committed()
         if self.on_times:
             self.on_times(batch.seqs, timer.times(sum(round.draft.width)))
-        seconds = timer.seconds()
         if self.ranks:
             seconds = self._agree(self.ranks, round, seconds)
         self._accounting.add(constrained, round, seconds, experts=self._touched_experts())
         return seconds
 
     def _propose(self, batch: Batch, timer: RoundTimer) -> Draft:
-        with timer.drafting:
-            draft = self._proposer.propose(batch)
+        draft = timer.draft(self._proposer.propose, batch)
         check_budget(batch, draft)
         if not draft.chain and not self.verifier.trees:
             raise OutriderError(
@@ -226,8 +224,7 @@ class Engine:
         return draft
 
     def _verify(self, batch: Batch, constrained: ConstrainedDraft, timer: RoundTimer) -> Round:
-        with timer.scoring:
-            scores = self._target.score(batch, constrained.draft)
+        scores = timer.score(self._target.score, batch, constrained.draft)
         return self._verification.verify(batch, constrained, scores)
 
     def _commit(self, round: Round) -> None:

@@ -5,10 +5,13 @@ launch. The work itself is waited for where the host reads the result, and would
 the queue of the device: the device notes the time when it gets there.
 """
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from outrider.core.types import Batch, Draft, Scores
 
 
 class Stopwatch(Protocol):
@@ -47,55 +50,44 @@ class RoundSeconds(NamedTuple):
         return self.draft + self.target + self.host
 
 
-class Phase:
-    """Measures the work of a phase of a round: `with phase: ...`, once or several times."""
-
-    def __init__(self, watch: Stopwatch) -> None:
-        self._watch = watch
-        self._marks: list[Any] = []  # begin and end of each time
-
-    def __enter__(self) -> None:
-        self._marks.append(self._watch.mark())
-
-    def __exit__(self, *error: object) -> None:
-        if error[0] is None:
-            self._marks.append(self._watch.mark())
-
-    def seconds(self) -> float:
-        """Return the seconds of the phase. The host has read a later result of the device."""
-        return sum(map(self._watch.seconds, self._marks[::2], self._marks[1::2]))
-
-
 class RoundTimer:
     """Measures one round. It begins when the timer is made."""
 
     def __init__(self, watch: Stopwatch) -> None:
-        self.drafting = Phase(watch)
-        self.scoring = Phase(watch)
         self._watch = watch
-        self._began = self._planned = self._verified = self._committed = watch.now()
+        self._scoring: list[Any] = []  # marks: begin and end of each pass
+        self._began = watch.now()
 
-    def planned(self) -> None:
-        """Note that drafting begins."""
+    def draft(self, propose: Callable[[Batch], Draft], batch: Batch) -> Draft:
+        """Return what `propose` drafts, and measure it."""
         self._planned = self._watch.now()
+        begin = self._watch.mark()
+        draft = propose(batch)
+        self._drafting = begin, self._watch.mark()
+        return draft
+
+    def score(self, score: Callable[[Batch, Draft], Scores], batch: Batch, draft: Draft) -> Scores:
+        """Return the scores of a pass, and measure it. A round has one or several passes."""
+        begin = self._watch.mark()
+        scores = score(batch, draft)
+        self._scoring += begin, self._watch.mark()
+        return scores
 
     def verified(self) -> None:
         """Note that the round is verified."""
         self._verified = self._watch.now()
 
-    def committed(self) -> None:
-        """Note that the round is committed."""
+    def committed(self) -> RoundSeconds:
+        """Note that the round is committed, and return the seconds of its parts."""
         self._committed = self._watch.now()
-
-    def seconds(self) -> RoundSeconds:
-        """Return the seconds of a committed round."""
-        draft = self.drafting.seconds()
-        target = self.scoring.seconds()
-        return RoundSeconds(draft=draft, target=target, host=self._committed - self._began - draft - target)
+        seconds = self._watch.seconds
+        self._draft_seconds = draft = seconds(*self._drafting)
+        target = sum(map(seconds, self._scoring[::2], self._scoring[1::2]))
+        return RoundSeconds(draft, target, self._committed - self._began - draft - target)
 
     def times(self, draft_tokens: int) -> RoundTimes:
         """Return the times of a committed round with this many verified draft tokens."""
-        drafted = min(self._planned + self.drafting.seconds(), self._verified)
+        drafted = min(self._planned + self._draft_seconds, self._verified)
         return RoundTimes(self._began, drafted, self._verified, self._committed, draft_tokens)
 
 
