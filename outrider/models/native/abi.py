@@ -114,7 +114,7 @@ class CPass(ctypes.Structure):
     _fields_ = (
         *_pointers("token", "position", "slot", "entry", "prefix", "tail_begin", "tail"),
         *_pointers("output_columns", "logits", "best"),
-        *_pointers("export_layers", "hidden_states", "state"),
+        *_pointers("export_layers", "hidden_states", "moments", "state"),
         *_integers("needs_fusion", "num_columns", "num_outputs", "num_exports"),
     )
 
@@ -286,6 +286,7 @@ class Columns:
             best=output.best,
             export_layers=output.layers.buffer_info()[0],
             hidden_states=output.hidden_states,
+            moments=output.moments,
             state=0 if state is None else state.data_ptr(),
             needs_fusion=state is not None and state.dim() == 3,  # states of several layers, which the kernels fuse
             num_columns=len(self.token),
@@ -302,3 +303,4 @@ class PassOutput:
     best: int = 0
     layers: array[int] = field(default_factory=_int_array)  # layers whose outputs are exported
     hidden_states: int = 0
+    moments: int = 0

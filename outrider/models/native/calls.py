@@ -39,7 +39,13 @@ class Passes:
         """Number of logits."""
         raise NotImplementedError
 
-    def run(self, columns: Columns, layers: Sequence[int] = (), state: torch.Tensor | None = None) -> PassResult:
+    def run(
+        self,
+        columns: Columns,
+        layers: Sequence[int] = (),
+        state: torch.Tensor | None = None,
+        moments: torch.Tensor | None = None,
+    ) -> PassResult:
         """Run one forward pass.
 
         Args:
@@ -47,6 +53,7 @@ class Passes:
             layers: the layers whose outputs are returned.
             state: the input of a draft head at each column, [T, H] float32, or [T, layers, target
                 H] before fusion.
+            moments: [layers, numbers] float32, to which the squares of the inputs of all linear layers are added.
         """
         num_outputs = len(columns.output_columns)
         logits = torch.empty(num_outputs, self.vocab)
@@ -57,6 +64,7 @@ class Passes:
             best=best.buffer_info()[0],
             layers=array("i", layers),
             hidden_states=states.data_ptr(),
+            moments=0 if moments is None else moments.data_ptr(),
         )
         c_pass = columns.c_pass(output, state)
         self._code.outrider_run(self._handle, ctypes.byref(c_pass))

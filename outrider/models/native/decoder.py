@@ -16,7 +16,7 @@ from torch.nn import functional
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.models.cache.paged import PagedCache
-from outrider.models.native.abi import CLayer, CLinear, CModel
+from outrider.models.native.abi import CLayer, CLinear, CModel, Columns
 from outrider.models.native.blocks import PackedBlocks, can_pack_together, dequantize_blocks, half_blocks, pack_blocks
 from outrider.models.native.calls import Passes
 from outrider.models.native.dimensions import Dimensions
@@ -45,9 +45,11 @@ from outrider.runtime.grouping import instances
 
 _HEAD = "lm_head"
 _VALUES_AT_ONCE = 1 << 20  # of a packed weight that is unpacked: 4 MiB of float32
+_DAMPING = 0.01  # share of the mean importance that is added to that of each input
 _WHOLE = frozenset({"bias", "order"})  # parts of a packed weight that do not belong to its panels
 Packed = PackedWeight | PackedBlocks
 _log = logging.getLogger("outrider")
+_LAST = "down"  # packed weight of a layer that is multiplied last
 _OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"
 # The parts of a layer with experts, by the name of the packed weight.
 _EXPERTS = {"router": ("mlp.gate",), "gate_up": ("mlp.experts.gate_up_proj",), "down": ("mlp.experts.down_proj",)}
@@ -95,9 +97,11 @@ def _expand(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
     return matrix
 
 
-def _requantized(packed: Packed, bits: int, arena: Arena | Refill) -> PackedWeight:
+def _requantized(
+    packed: Packed, bits: int, arena: Arena | Refill, importance: torch.Tensor | None = None
+) -> PackedWeight:
     if bits not in FLOAT_DTYPES:
-        return quantize(packed.c(), packed.shape, packed.bias, bits=bits, arena=arena)
+        return quantize(packed.c(), packed.shape, packed.bias, bits=bits, arena=arena, importance=importance)
     return pack_parts(_parts(packed), packed.shape, packed.bias, bits=bits, arena=arena)
 
 
@@ -163,6 +167,7 @@ class Decoder(Passes):
         self._close: weakref.finalize[[int], Decoder] | None = None
         self._ids: torch.Tensor | None = None  # [Vd] int32 ids of the tokens that have logits; None: all
         self._factors: LowRankHead | None = None  # chooses the tokens with exact logits; None: all have them
+        self._importance: Mapping[str, torch.Tensor] = {}  # [inputs] of each packed weight, for its quantization
         self._candidates = 0  # panels of 32 tokens that get exact logits, if there are factors
 
     @property
@@ -190,10 +195,16 @@ class Decoder(Passes):
         self._derived.add(other)
         return other
 
-    def make_requantized(self, bits: int) -> Decoder:
-        """Return a copy with weights of 8 or 4 bits. `load` updates the copy, too."""
+    def make_requantized(self, bits: int, moments: Mapping[str, torch.Tensor]) -> Decoder:
+        """Return a copy with weights of 8 or 4 bits. `load` updates the copy, too.
+
+        Args:
+            bits: of the copy.
+            moments: as `input_moments` returns them. Weights without any have scales that follow from their range.
+        """
         other = self.make_submodel(self._stack)
         other._bits = bits
+        other._importance = {name: value + _DAMPING * value.mean() for name, value in moments.items()}
         other._arena = Arena()
         other._packed = {}
         other._update_from_source(self._groups())
@@ -217,6 +228,24 @@ class Decoder(Passes):
         self._packed = {**self._packed, _HEAD: rows}
         self._ids = ids.to(torch.int32)
         self._open()
+
+    def input_moments(self, passes: Iterable[Columns]) -> dict[str, torch.Tensor]:
+        """Return the sums of the squares of the inputs [inputs] of each packed weight, in passes over typical texts.
+
+        The first token of a text does not count. Experts have no moments, as each sees other tokens.
+        """
+        shape = self.shape
+        sizes = {"qkv": shape.hidden, "out": shape.heads * shape.dim, "gate_up": shape.hidden, "down": shape.ffn}
+        sums = torch.zeros(len(self._stack), sum(sizes.values()))
+        for columns in passes:
+            self.run(columns, moments=sums)
+        moments = {}
+        for i, row in zip(self._stack, sums, strict=True):
+            parts = dict(zip(sizes, row.split(list(sizes.values())), strict=True))
+            for part, value in (*parts.items(), ("value", parts["qkv"])):
+                if isinstance(self._packed.get(f"{i}.{part}"), Packed):
+                    moments[f"{i}.{part}"] = value.clone()
+        return moments
 
     def factorize_head(self, states: torch.Tensor) -> LowRankHead:
         """Return low-rank factors of the LM head. `states` [N, hidden] are outputs of the last layer to fit."""
@@ -411,7 +440,9 @@ class Decoder(Passes):
         """Return a weight of the source with the bits of this decoder."""
         if isinstance(source, PackedExperts):
             return replace(source, packed=_requantized(source.packed, self._bits, self._memory_for(name)))
-        return _requantized(source, self._bits_of(name), self._memory_for(name))
+        # No later layer reduces the error of the last one, which is a small part of the weights.
+        bits = self._head_bits if name == f"{self._stack[-1]}.{_LAST}" else self._bits_of(name)
+        return _requantized(source, bits, self._memory_for(name), self._importance.get(name))
 
     def _bits_of(self, name: str) -> int:
         """Return the bits per weight of linear layers that are packed together."""

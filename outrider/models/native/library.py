@@ -116,7 +116,7 @@ def _declare_functions(code: ctypes.CDLL) -> None:
     code.outrider_dequantize.restype = None
     code.outrider_unpack.argtypes = (pointer, ctypes.c_int32, ctypes.c_int32, pointer)
     code.outrider_unpack.restype = None
-    code.outrider_quantize.argtypes = (pointer, pointer, ctypes.c_int32)
+    code.outrider_quantize.argtypes = (pointer, pointer, ctypes.c_int32, pointer)
     code.outrider_quantize.restype = None
     code.outrider_suffix_open.argtypes = ()
     code.outrider_suffix_open.restype = pointer

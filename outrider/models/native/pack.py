@@ -165,16 +165,34 @@ def pack_parts(
         dtype = torch.bfloat16 if part.dtype == torch.bfloat16 else torch.float32
         words = _float_panels(part, dtype).contiguous()
         floats = replace(packed, words=words, scale=None, minimum=None, bits=8 * dtype.itemsize)
-        _quantize(floats.c(), packed.panels(at), shape[1])
+        _quantize(floats.c(), packed.panels(at), None)
     return packed
 
 
 def quantize(
-    source: CLinear, shape: tuple[int, int], bias: torch.Tensor | None, *, bits: int, arena: Arena | Refill
+    source: CLinear,
+    shape: tuple[int, int],
+    bias: torch.Tensor | None,
+    *,
+    bits: int,
+    arena: Arena | Refill,
+    importance: torch.Tensor | None = None,
 ) -> PackedWeight:
-    """Pack a weight that is packed already, with 8 or 4 bits. `shape` is without padding."""
+    """Pack a weight that is packed already, with 8 or 4 bits.
+
+    Args:
+        source: the packed weight.
+        shape: [outputs, inputs] of it, without padding.
+        bias: [outputs], or None.
+        bits: of the result.
+        arena: its memory.
+        importance: [inputs] of the square error of each input. The scales of 4 bits then give the smallest sum of them.
+            None: the scales follow from the range of the weights.
+    """
     packed = _empty(shape, bias, bits=bits, arena=arena)
-    _quantize(source, packed, shape[1])
+    if importance is not None:
+        importance = functional.pad(importance.float(), (0, -shape[1] % GROUP))
+    _quantize(source, packed, importance)
     return packed
 
 
@@ -200,9 +218,10 @@ def _float_panels(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return to_panels(padded.to(dtype).contiguous().view(torch.int32))
 
 
-def _quantize(source: CLinear, packed: PackedWeight, columns: int) -> None:
-    """Write a weight in panels, of any format, with the bits of `packed`."""
-    load_library().code.outrider_quantize(ctypes.byref(source), ctypes.byref(packed.c()), columns)
+def _quantize(source: CLinear, packed: PackedWeight, importance: torch.Tensor | None) -> None:
+    """Write a weight in panels, of any format, with the bits of `packed`. `importance` is padded."""
+    code = load_library().code
+    code.outrider_quantize(ctypes.byref(source), ctypes.byref(packed.c()), packed.shape[1], address(importance))
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

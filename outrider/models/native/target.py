@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -157,24 +157,34 @@ class NativeTarget:
         """Return the factors of the LM head whose `tensors` these are."""
         return LowRankHead.of(tensors, vocab=self._decoder.vocab, hidden=self._decoder.shape.hidden)
 
+    def pass_operations(self, tokens: int) -> float:
+        """Return about how many operations passes over so many tokens take, without the LM head."""
+        layers, _ = self._decoder.read_bytes()
+        return 2 * tokens * sum(layers) * 8 / self._decoder.bits
+
     def factor_operations(self, tokens: int) -> float:
         """Return about how many operations `factorize_head` takes for texts of so many tokens in all."""
-        layers, _ = self._decoder.read_bytes()
-        weights = sum(layers) * 8 / self._decoder.bits
-        return 2 * weights * tokens + self.vocab * self._decoder.shape.hidden**2
+        return self.pass_operations(tokens) + self.vocab * self._decoder.shape.hidden**2
 
     def factorize_head(self, texts: Sequence[Sequence[int]]) -> LowRankHead:
         """Return low-rank factors of the LM head that are best for token ids of typical texts. Slot 0 is free."""
-        states = []
+        last = (self.layers - 1,)
+        states = [self._decoder.run(columns, last).hidden_states[0] for columns in self._passes(texts)]
+        return self._decoder.factorize_head(torch.cat(states))
+
+    def input_moments(self, texts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Return the sums of the squares of the inputs of each weight in texts of token ids. Slot 0 is free."""
+        return self._decoder.input_moments(self._passes(texts))
+
+    def _passes(self, texts: Sequence[Sequence[int]]) -> Iterator[Columns]:
+        """Yield the columns of a pass over each text, in slot 0."""
         for text in texts:
             feed = tuple(text[: self.context])
             self.cache.admit(0, feed[:1])
             batch = Batch(seqs=(SequenceState.of(feed),), start=(0,), feed=(feed,), budget=DraftBudget((0,)))
             self._memory.reserve(batch, (0,))
-            columns = columns_of(batch, tree.empty(1, self.device), -1, self.vocab).columns
-            states.append(self._decoder.run(columns, (self.layers - 1,)).hidden_states[0])
+            yield columns_of(batch, tree.empty(1, self.device), -1, self.vocab).columns
             self.cache.release(0)
-        return self._decoder.factorize_head(torch.cat(states))
 
     def bytes(self) -> int:
         return self._decoder.bytes()
@@ -222,10 +232,16 @@ class NativeTarget:
             other._allocate_cache(count)
         return other
 
-    def make_requantized(self, bits: int) -> NativeTarget:
+    def make_requantized(self, bits: int, moments: Mapping[str, torch.Tensor] | None = None) -> NativeTarget:
+        """Make a copy with linear layers of 8 or 4 bits, see `SelfDraftTarget`.
+
+        Args:
+            bits: of the copy.
+            moments: as `input_moments` returns them. With them, 4 bits lose less.
+        """
         refuse_wider(bits, self._decoder.bits)
         other = copy(self)
-        other._decoder = self._decoder.make_requantized(bits)
+        other._decoder = self._decoder.make_requantized(bits, moments or {})
         other._layers = ()
         other.kernels = self._kernels(f"int{bits}")
         other._share_cache(self)

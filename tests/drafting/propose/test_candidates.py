@@ -66,7 +66,7 @@ def test_the_likeliest_tokens_have_the_logits_of_the_whole_head(ranked):
 
 
 def test_factors_are_computed_once_and_kept(ranked, tmp_path, monkeypatch):
-    monkeypatch.setattr("outrider.drafting.propose.vocabulary.candidates.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("outrider.models.loader.computed.cache_folder", lambda: tmp_path)
     expected = logits(make(PANELS), FEEDS)
     (file,) = tmp_path.glob("factors-*.safetensors")
     with monkeypatch.context() as patch:

@@ -47,6 +47,51 @@ def test_a_packed_weight_is_quantized_again(bits, source_bits):
     assert all(torch.equal(_tensors(again)[name], each) for name, each in _tensors(expected).items())
 
 
+def test_scales_are_fitted_to_the_important_inputs():
+    """The weighted square error is that of a least-squares fit in float64, and smaller than with the range's scales."""
+    weight = _weight(100, 200, torch.float32)
+    importance = torch.rand(200, generator=torch.Generator().manual_seed(0)) ** 4
+    importance[64:128] = 0  # these inputs are not used: any scale does
+    source = pack(weight, bits=32)
+    fitted = quantize(source.c(), source.shape, None, bits=4, arena=Arena(), importance=importance)
+
+    def error(quantized: torch.Tensor) -> torch.Tensor:
+        return ((quantized - weight).double() ** 2 * importance).sum(-1)
+
+    expected = error(_fitted_reference(weight, importance))
+    torch.testing.assert_close(error(fitted.unpack()), expected, rtol=0.02, atol=1e-12)
+    ranged = error(pack(weight, bits=4).unpack())
+    assert error(fitted.unpack())[4:].sum() < 0.8 * ranged[4:].sum()
+    exact = fitted.unpack()[:2]  # rows of zeros and of one value
+    torch.testing.assert_close(exact, weight[:2].bfloat16().float(), rtol=1e-3, atol=0)
+
+
+def _fitted_reference(weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+    """Return 4-bit weights with scales fitted twice to the codes they give."""
+    padding = (0, -weight.shape[1] % GROUP)
+    groups = functional.pad(weight.double(), padding).view(len(weight), -1, GROUP)
+    share = functional.pad(importance.double(), padding).view(1, -1, GROUP)
+    low, high = torch.aminmax(groups, dim=-1, keepdim=True)
+    scale, minimum = 0.95 * (high - low) / 15, low + 0.025 * (high - low)
+    tiny = torch.finfo(torch.float32).tiny
+
+    def codes():
+        return ((groups - minimum) / scale.clamp(min=tiny)).clamp(0, 15).round()
+
+    def mean(values):
+        return (values * share).sum(-1, keepdim=True) / share.sum(-1, keepdim=True).clamp(min=tiny)
+
+    for _ in range(2):
+        x = codes()
+        spread = mean(x * x) - mean(x) ** 2
+        slope = (mean(x * groups) - mean(x) * mean(groups)) / spread.clamp(min=tiny)
+        differ = spread > 1e-6 * mean(x * x)
+        scale = torch.where(differ, slope, scale)
+        minimum = mean(groups) - scale * mean(x)
+    scale, minimum = scale.bfloat16().double(), minimum.bfloat16().double()
+    return (codes() * scale + minimum).float().flatten(1)[:, : weight.shape[1]]
+
+
 def _tensors(packed: PackedWeight) -> dict[str, torch.Tensor]:
     tensors = {"words": packed.words, "scale": packed.scale, "minimum": packed.minimum}
     return {name: value for name, value in tensors.items() if value is not None}

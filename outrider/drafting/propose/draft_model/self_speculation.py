@@ -11,6 +11,7 @@ from outrider.core.config import QUANTIZE_BITS
 from outrider.core.proposer import ProposerSetup, parse_count
 from outrider.core.target import SelfDraftTarget, Target
 from outrider.core.types import Batch, Draft, DraftBudget, SequenceState
+from outrider.drafting.propose.draft_model.calibration import calibrated_copy
 from outrider.drafting.propose.draft_model.cascade import cascade
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.drafting.propose.vocabulary.candidates import rank_copy_tokens
@@ -80,7 +81,7 @@ def skip_layers(argument: str) -> set[int]:
 
 def quantized_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
     """Make `quantized:int4` or `quantized:int8`, which drafts with a copy of the target with fewer bits."""
-    copy = _self_draft_target(setup).make_requantized(quantized_bits(argument))
+    copy = calibrated_copy(_self_draft_target(setup), quantized_bits(argument), setup)
     rank_copy_tokens(copy, setup)
     proposer = SharedCacheProposer if isinstance(copy.cache, SharedCache) else DraftModelProposer
     return proposer(setup, cascade(copy) if tree.is_cpu(setup.device) else copy)

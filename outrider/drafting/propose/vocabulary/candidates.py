@@ -5,27 +5,21 @@ out: the others have approximate logits. A draft token is sampled from the softm
 and verified with the same distribution, so the output stays exact.
 """
 
-import hashlib
-import json
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+import torch
 
-from outrider.core.prompts import read_prompts, text_tokens
+from outrider.core.prompts import read_prompts
 from outrider.core.proposer import ProposerSetup
 from outrider.core.target import Target
+from outrider.drafting.propose.draft_model.calibration import sample_texts
 from outrider.drafting.propose.vocabulary.wrapped_target import unwrapped
 from outrider.errors import OutriderError
-from outrider.models.loader.fingerprint import code_fingerprint, model_fingerprint
-from outrider.models.native.library import cache_folder
+from outrider.models.loader.computed import computed_once
 from outrider.models.native.low_rank import LowRankHead
 from outrider.models.native.pack import PANEL
 from outrider.models.native.target import NativeTarget
 from outrider.models.torch.checkpoint import Checkpoint
-from outrider.runtime.atomic_files import write_whole
 from outrider.runtime.progress import stage
 
 _TEXT_TOKENS = 96  # that a draft model reads of each embedded prompt
@@ -33,7 +27,6 @@ _COPY_TOKENS = 24  # that a target reads of each: its passes take longer, and wi
 _COPY_PANELS = 256  # of a copy of the target
 _COPY_VOCAB = 4 * _COPY_PANELS * PANEL  # smallest vocabulary of which a copy ranks the tokens
 _COPY_OPERATIONS = 3e11  # most that the factors for a copy take by default: about 3 s on two cores with AVX2
-_FILES = 8  # with factors, about a quarter of an LM head of 8 bits each
 
 
 def use_candidates(model: Target, checkpoint: Checkpoint, candidates: int) -> None:
@@ -91,57 +84,9 @@ def _not_native(candidates: int, model: Target) -> OutriderError:
 
 def _factors(native: NativeTarget, folder: str, tokenizer: Any, tokens: int) -> LowRankHead:
     """Return the factors of a model's LM head from the cache folder, or compute them and keep them there."""
-    file = _file(native, folder, tokens)
-    factors = _read(file, native)
-    if factors is None:
+
+    def compute() -> dict[str, torch.Tensor]:
         with stage("reducing the draft's LM head"):
-            factors = native.factorize_head(_texts(tokenizer, tokens))
-        _write(file, factors)
-    return factors
+            return native.factorize_head(sample_texts(tokenizer, tokens)).tensors()
 
-
-def _texts(tokenizer: Any, tokens: int) -> list[tuple[int, ...]]:
-    """Return the last `tokens` token ids of each embedded prompt."""
-    texts = (prompt.prompt or _joined(prompt.messages) for prompt in read_prompts())
-    return [tuple(text_tokens(tokenizer, text)[-tokens:]) for text in texts]
-
-
-def _joined(messages: Any) -> str:
-    return "\n".join(message["content"] for message in messages)
-
-
-def _file(native: NativeTarget, folder: str, tokens: int) -> Path | None:
-    """Return the file of the factors. Its name depends on the model, the code and the weights.
-
-    Returns:
-        None: the model was not loaded from files, or there is no cache folder.
-    """
-    if not folder:
-        return None
-    facts = [model_fingerprint(Path(folder)), code_fingerprint(), native.kernels, tokens]
-    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    try:
-        return cache_folder() / f"factors-{key[:32]}.safetensors"
-    except OutriderError:
-        return None
-
-
-def _read(file: Path | None, native: NativeTarget) -> LowRankHead | None:
-    """Return kept factors; None: there are none, or the file is damaged."""
-    if file is None:
-        return None
-    try:
-        return native.restored_factors(load_file(file))
-    except (OSError, SafetensorError, KeyError):
-        return None
-
-
-def _write(file: Path | None, factors: LowRankHead) -> None:
-    """Keep factors. If the cache folder cannot be written, the next start computes them again."""
-    if file is None:
-        return
-    with suppress(OSError, OutriderError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, save(factors.tensors()))
-        for old in sorted(file.parent.glob("factors-*"), key=lambda each: each.stat().st_mtime)[:-_FILES]:
-            old.unlink(missing_ok=True)
+    return native.restored_factors(computed_once("factors", folder, [native.kernels, tokens], compute))

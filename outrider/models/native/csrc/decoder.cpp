@@ -74,6 +74,8 @@ struct Pass {
   int32_t* best;                                   // [num_outputs] likeliest ids; -1 if logits are not finite
   const int32_t* export_layers;                    // [num_exports] layers whose outputs are exported
   float* hidden_states;                            // [num_exports][num_columns][hidden]
+  float* moments;          // [layers][2 hidden + heads * dim + ffn] to which the squares of the inputs of qkv, out, gate_up
+                           // and down are added; or null
   const float* state;      // [num_columns][hidden] hidden state before each column, for a draft head
   int32_t needs_fusion;    // whether `state` is [num_columns][Entry::tapped], before fusion
   int32_t num_columns, num_outputs, num_exports;
@@ -110,7 +112,7 @@ OUTRIDER_LAYOUT(Model, layer, embedding, norm, frequency, rotary_scale, entry, i
                 bits, layers, hidden, heads, key_heads, dim, ffn, threads, rotaries, rotary_dim, gelu, candidates,
                 rounds_table, epsilon, scale, table_scale, embedding_scale, residual_scale, logit_divisor, score_cap, logit_cap)
 OUTRIDER_LAYOUT(Pass, token, position, slot, entry, prefix, tail_begin, tail, output_columns, logits, best,
-                export_layers, hidden_states, state, needs_fusion, num_columns, num_outputs, num_exports)
+                export_layers, hidden_states, moments, state, needs_fusion, num_columns, num_outputs, num_exports)
 OUTRIDER_LAYOUT(Chain, slot, position, entry, budget, weight, bias, end_ids, token, count, scored, margin, accept_prob,
                 min_draft_prob, params, uniform, race_keys, q, q_index, min_path_prob, batch_size, depth, vocab,
                 num_weights, num_end_ids)
@@ -152,7 +154,7 @@ class Decoder {
       }
       for (int i = 0; i < model_.layers; i++) {
         attention(team, pass, i, !i && model_.entry && !model_.entry->project.outputs);
-        model_.layer[i].router.outputs ? experts(team, pass, model_.layer[i]) : mlp(team, pass, model_.layer[i]);
+        model_.layer[i].router.outputs ? experts(team, pass, model_.layer[i]) : mlp(team, pass, i);
         export_layer(team, pass, i);
       }
       lm_head(team, pass);
@@ -213,7 +215,7 @@ class Decoder {
       if (model_.entry) save_states(previous_columns);
       pass = {fields[0].data(), fields[1].data(), fields[2].data(), fields[3].data(), fields[4].data(),
               empty_tails_.data(), nullptr, fields[5].data(), logits_.data(), best_.data(), nullptr, nullptr,
-              states_.data(), 0, count, count, 0};
+              nullptr, states_.data(), 0, count, count, 0};
     }
     num_candidates_ = model_.head.outputs;
   }
@@ -369,6 +371,7 @@ class Decoder {
       pack_rows(team, pass.num_columns, pair_.data(), 2 * model_.hidden, layer.qkv);
     else
       normalize_rows(team, pass.num_columns, nullptr, layer.attention_norm, layer.qkv);
+    add_moments(team, pass, number, 0, residual_.data(), model_.hidden, layer.attention_norm);
     apply<Store::kSet>(team, layer.qkv, packed_, pass.num_columns, wide_.data(), qkv_width);
     if (layer.value.outputs) {
       normalize_rows(team, pass.num_columns, nullptr, layer.attention_norm, layer.value);
@@ -405,6 +408,7 @@ class Decoder {
       });
     }
     pack_rows(team, pass.num_columns, wide_.data(), width, layer.out);
+    add_moments(team, pass, number, model_.hidden, wide_.data(), width);
     add_output(team, pass.num_columns, layer.out, layer.attention_post_norm);
   }
 
@@ -428,14 +432,37 @@ class Decoder {
     return {model_.heads, model_.key_heads, model_.dim, model_.scale, model_.score_cap, window};
   }
 
-  void mlp(Team& team, const Pass& pass, const Layer& layer) {
+  void mlp(Team& team, const Pass& pass, int number) {
+    const Layer& layer = model_.layer[number];
+    const int first = model_.hidden + model_.heads * model_.dim;  // moment of the MLP
     normalize_rows(team, pass.num_columns, nullptr, layer.mlp_norm, layer.gate_up);
+    add_moments(team, pass, number, first, residual_.data(), model_.hidden, layer.mlp_norm);
     if (model_.gelu)
       apply<Store::kGeluGate>(team, layer.gate_up, packed_, pass.num_columns, wide_.data(), model_.ffn);
     else
       apply<Store::kGate>(team, layer.gate_up, packed_, pass.num_columns, wide_.data(), model_.ffn);
     pack_rows(team, pass.num_columns, wide_.data(), model_.ffn, layer.down);
+    add_moments(team, pass, number, first + model_.hidden, wide_.data(), model_.ffn);
     add_output(team, pass.num_columns, layer.down, layer.mlp_post_norm);
+  }
+
+  // Add the squares of the inputs of a linear layer, x [num_columns][size] after RMSNorm if it has weights, to the moments
+  // of layer `number` from index `first` on. One thread adds them in order. Those of the first token of a text are left
+  // out: in many models a few of them are larger than all others by orders of magnitude.
+  void add_moments(Team& team, const Pass& pass, int number, int first, const float* x, int size,
+                   const float* norm = nullptr) {
+    if (!pass.moments) return;
+    team.share(1, [&](int) {
+      const size_t stride = 2 * model_.hidden + model_.heads * model_.dim + model_.ffn;
+      float* moments = pass.moments + number * stride + first;
+      std::vector<float> row(size);
+      for (int c = 0; c < pass.num_columns; c++) {
+        if (!pass.position[c]) continue;
+        const float* from = x + size_t(c) * size;
+        norm ? rms_norm(from, norm, size, row.data()) : void(std::copy_n(from, size, row.data()));
+        for (int i = 0; i < size; i++) moments[i] += row[i] * row[i];
+      }
+    });
   }
 
   static int expert_ffn(const Layer& layer) { return layer.gate_up.outputs / layer.router.outputs / 2; }
