@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -168,10 +167,6 @@ class StatsAccumulator:
             exact=self._exact,
             bound=self._bound,
         )
-
-    def copy(self) -> StatsAccumulator:
-        """Return an accumulator that continues from the same sums."""
-        return deepcopy(self)
 
     def add(self, passes: Sequence[tuple[int, int, int]], *, drafted: int, prompt: int = 0) -> None:
         """Add passes, as in `Stats.of_passes`. This does not count a round."""

@@ -1,5 +1,7 @@
 """Statistics of an engine: all rounds, the rounds as the planner sees them, and each alternative proposer."""
 
+from copy import deepcopy
+
 from outrider.core.bound import Bound
 from outrider.core.stats import StatsAccumulator
 from outrider.core.types import Round
@@ -31,7 +33,7 @@ class Accounting:
             passes.append(seq.rounds[-1])
             draft_tokens += width
         if constrained.original and self.proposed is self.total:
-            self.proposed = self.total.copy()
+            self.proposed = deepcopy(self.total)
         if self.proposed is not self.total:
             proposed, proposed_tokens = constrained.unforced(round, passes, draft_tokens)
             self.proposed.add(proposed, drafted=proposed_tokens, prompt=prompt_tokens)
