@@ -11,13 +11,15 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from outrider.core.cache import SequenceSpan
 from outrider.core.draws import DrawParams
 from outrider.models.cache.pool import CPool
+
+if TYPE_CHECKING:
+    from outrider.core.cache import SequenceSpan
 
 MAX_HEAD_DIM = 256  # kMaxHeadDim of attention.h
 MAX_QUERIES_PER_KEY_HEAD = 48  # kMaxTileRows of attention.h
