@@ -1,6 +1,5 @@
 """The `Planner` protocol, and a planner with a fixed draft length."""
 
-from dataclasses import replace
 from typing import Protocol
 
 from outrider.core.stats import Stats, StatsAccumulator
@@ -32,11 +31,21 @@ class FixedPlanner:
 
     def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
         if not self.k:
-            return replace(batch, budget=DraftBudget((0,) * len(batch.seqs)))
+            return batch.with_budget(DraftBudget((0,) * len(batch.seqs)))
         return batch.limited(limit_budgets(self.k, batch))
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         return draft
+
+
+class GrammarPlanner(FixedPlanner):
+    """Gives the proposer no draft tokens. Only grammars add those that they force."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
+        return batch.limited((0,) * len(batch.seqs))
 
 
 def limit_budgets(k: int, batch: Batch) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import gt
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -108,7 +109,7 @@ def check_budget(batch: Batch, draft: Draft) -> None:
     Raises:
         OutriderError: the draft is for other sequences, or has too many nodes.
     """
-    if len(draft.width) != len(batch.seqs) or any(w > b for w, b in zip(draft.width, batch.draft_budget, strict=True)):
+    if len(draft.width) != len(batch.seqs) or any(map(gt, draft.width, batch.draft_budget)):
         raise OutriderError(
             f"the proposer made {draft.width} draft tokens, but the budget is {batch.draft_budget};"
             " return at most batch.draft_budget[b] draft tokens for sequence b"

@@ -183,7 +183,7 @@ class StatsAccumulator:
                 self._reached[i] += i <= accepted
                 self._accepted[i] += i < accepted
 
-    def add_round(self, *, draft: float, target: float, host: float, experts: float = 0.0) -> None:
+    def add_round(self, draft: float, target: float, host: float, *, experts: float = 0.0) -> None:
         """Count one round, its seconds and the distinct experts of its pass."""
         self._rounds += 1
         self._experts += experts

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
+from functools import lru_cache
 from operator import add, eq
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,7 @@ class SequenceState:
     token_ids: list[int]  # committed tokens: the prompt and the output
     stream: TextStream | None = None
     matcher: Matcher | None = None  # the state of its grammar
+    max_length: int = 0  # tokens with which it ends; the scheduler sets it
     num_cached_tokens: int = 0  # committed tokens in the target's KV cache
     num_cached_prompt_tokens: int = -1  # of the prompt that the prefix cache held at the start; -1: not started
     rounds: list[tuple[int, int, int]] = field(default_factory=list)  # by round: (draft depth, accepted, emitted)
@@ -203,7 +205,25 @@ class Batch:
 
     def limited(self, tokens: tuple[int, ...]) -> Batch:
         """Return the batch with `tokens` [B] as draft budget."""
-        return replace(self, budget=replace(self.budget, tokens=tokens))
+        budget = self.budget
+        if tokens == budget.tokens:
+            return self
+        return self.with_budget(
+            DraftBudget(
+                tokens, budget.with_forced, budget.min_path_prob, budget.min_draft_probs, alternative=budget.alternative
+            )
+        )
+
+    def with_budget(self, budget: DraftBudget) -> Batch:
+        """Return the batch with another draft budget. Every round does this, and `replace` takes thrice the time."""
+        return Batch(
+            seqs=self.seqs,
+            start=self.start,
+            feed=self.feed,
+            budget=budget,
+            num_waiting=self.num_waiting,
+            noise_stream=self.noise_stream,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -221,11 +241,17 @@ class Packed:
     def of(cls, padded: torch.Tensor) -> Packed:
         """Wrap a padded tensor [B, M, V] without a copy."""
         seqs, nodes, _ = padded.shape
-        return cls(values=padded.flatten(0, 1), at=torch.arange(seqs * nodes, device=padded.device).view(seqs, nodes))
+        return cls(values=padded.flatten(0, 1), at=_all_nodes(seqs, nodes, padded.device))
 
     def padded(self) -> torch.Tensor:
         """Return a padded copy [B, M, V]. Nodes without values are 0."""
         return self.values[self.at.clamp(min=0)].masked_fill_(self.at[..., None] < 0, 0.0)
+
+
+@lru_cache(256)  # plain decoding asks for the same indices in every round
+@torch.inference_mode(False)  # callers outside of inference mode use the cached tensors as well
+def _all_nodes(seqs: int, nodes: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(seqs * nodes, device=device).view(seqs, nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

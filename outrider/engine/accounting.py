@@ -1,5 +1,7 @@
 """Statistics of an engine: all rounds, the rounds as the planner sees them, and each alternative proposer."""
 
+from copy import deepcopy
+
 from outrider.core.bound import Bound
 from outrider.core.stats import StatsAccumulator
 from outrider.core.types import Round
@@ -12,8 +14,9 @@ class Accounting:
 
     def __init__(self, *, alternatives: int, exact: bool, bound: Bound | None = None) -> None:
         self.total = StatsAccumulator(exact=exact, bound=bound)
-        # Without the tokens that grammars force, because the planner needs the statistics of the proposer alone.
-        self.proposed = StatsAccumulator(exact=exact, bound=bound)
+        # Without the tokens that grammars force, because the planner needs the statistics of the proposer alone. They
+        # are the same until a grammar changes a draft.
+        self.proposed = self.total
         # For each alternative, the rounds in which a sequence had draft tokens.
         self.by_alternative = tuple(StatsAccumulator(exact=exact, bound=bound) for _ in range(alternatives))
 
@@ -29,11 +32,14 @@ class Accounting:
                 prompt_tokens += len(seq.request.prompt_token_ids)
             passes.append(seq.rounds[-1])
             draft_tokens += width
+        if constrained.original and self.proposed is self.total:
+            self.proposed = deepcopy(self.total)
+        if self.proposed is not self.total:
+            proposed, proposed_tokens = constrained.unforced(round, passes, draft_tokens)
+            self.proposed.add(proposed, drafted=proposed_tokens, prompt=prompt_tokens)
+            self.proposed.add_round(*seconds, experts=experts)
         self.total.add(passes, drafted=draft_tokens, prompt=prompt_tokens)
-        proposed, proposed_tokens = constrained.unforced(round, passes, draft_tokens)
-        self.proposed.add(proposed, drafted=proposed_tokens, prompt=prompt_tokens)
-        for stats in (self.total, self.proposed):
-            stats.add_round(draft=seconds.draft, target=seconds.target, host=seconds.host, experts=experts)
+        self.total.add_round(*seconds, experts=experts)
         if draft_tokens:
             self._add_alternatives(constrained, round)
 

@@ -15,7 +15,7 @@ from outrider.core.cache import Cache, CacheConfig, CacheUsage
 from outrider.core.config import EngineConfig
 from outrider.core.grammar import remove_time_limit
 from outrider.core.placement import DraftPlacement
-from outrider.core.planner import FixedPlanner, Planner
+from outrider.core.planner import FixedPlanner, GrammarPlanner, Planner
 from outrider.core.proposer import NoProposer, Proposer, ProposerSetup
 from outrider.core.source import SourceRules
 from outrider.core.target import Target
@@ -326,7 +326,7 @@ def make_planner(k: int | str, target: Target, proposer: Proposer, *, replay: bo
     if isinstance(k, int):
         return FixedPlanner(k)
     if isinstance(proposer, NoProposer) and not has_plan:
-        return FixedPlanner(1)  # the proposer drafts nothing, but with k above 0 grammars add forced tokens
+        return GrammarPlanner()
     return auto_planner(target, proposer, replay=replay)
 
 

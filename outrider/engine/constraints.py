@@ -110,13 +110,15 @@ def apply_constraints(batch: Batch, draft: Draft, vocab: int) -> ConstrainedDraf
         draft: the draft after the planner has trimmed it. A chain stays a chain.
         vocab: the number of logits.
     """
-    if not any(seq.matcher for seq in batch.seqs):
+    constrained = [b for b, seq in enumerate(batch.seqs) if seq.matcher]
+    if not constrained:
         return ConstrainedDraft(draft=draft)
     emits = batch.emits
-    constrained = [b for b, seq in enumerate(batch.seqs) if seq.matcher and emits[b]]
     trees = _host_nodes(draft)
     walks = {}
     for b in constrained:
+        if not emits[b]:
+            continue
         max_forced = batch.budget.forced(b, len(trees[b]))
         walks[b] = _GrammarWalk(batch.seqs[b], trees[b], vocab=vocab, max_forced=max_forced)
     complete = {b: walk for b, walk in walks.items() if not walk.error}

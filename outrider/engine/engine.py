@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import add
 from typing import Protocol
 
 import torch
@@ -62,8 +63,9 @@ class Engine:
         target. `stopwatch` measures the rounds; None: that of the target's device.
         """
         self._target = target
+        self._inference_mode = torch.inference_mode()  # of `step`; as a decorator it is made anew in each call
         self._stopwatch = stopwatch or find_stopwatch(target.device)
-        self._expert_counter = target if isinstance(target, ExpertCounter) else None
+        self._expert_counter = target if isinstance(target, ExpertCounter) and target.expert_bytes() else None
         self._proposer = proposer
         self._verification = Verification(
             verifier, vocab=target.vocab, device=target.device, probs_function=probs_function
@@ -163,7 +165,6 @@ class Engine:
         """Make `step` raise an error with this reason; "" ends that. Requests can be queued in the meantime."""
         self._blocked = reason
 
-    @torch.inference_mode()
     def step(self) -> tuple[SequenceState, ...]:
         """Run one round.
 
@@ -181,11 +182,12 @@ class Engine:
         self._committing = False
         timer = RoundTimer(self._stopwatch)
         try:
-            self._admit()
-            batch = self._open = self._next_batch()
-            if batch.seqs:
-                seconds = self._run_round(batch, self._planner, timer)
-                self._scheduler.record_round(batch, seconds.total)
+            with self._inference_mode:
+                self._admit()
+                batch = self._open = self._next_batch()
+                if batch.seqs:
+                    seconds = self._run_round(batch, self._planner, timer)
+                    self._scheduler.record_round(batch, seconds.total)
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
         return (*self._refused, *batch.seqs)
@@ -193,39 +195,36 @@ class Engine:
     def _run_round(self, batch: Batch, planner: Planner, timer: RoundTimer) -> RoundSeconds:
         """Plan, propose, score, verify and commit. Returns the seconds of the parts."""
         batch = self._fit_memory(planner.plan(batch, self._accounting.proposed))
-        timer.planned()
         draft = planner.trim(batch, self._propose(batch, timer))
         constrained = apply_constraints(batch, draft, self._target.vocab)
         round = self._verify(batch, constrained, timer)
         if round.draft.size and any(round.failed):
             # A draft token may be the cause, which plain decoding would not score. Run the round without drafts.
             empty = tree.empty(len(batch.seqs), self._target.device)
-            without = replace(batch, budget=DraftBudget((0,) * len(batch.seqs)))
+            without = batch.with_budget(DraftBudget((0,) * len(batch.seqs)))
             constrained = apply_constraints(without, empty, self._target.vocab)
             round = self._verify(batch, constrained, timer)
         timer.verified()
         self._commit(round)
-        timer.committed()
+        seconds = timer.committed()
         if self.on_times:
             self.on_times(batch.seqs, timer.times(sum(round.draft.width)))
-        seconds = self._agree(round, timer.seconds())
+        if self.ranks:
+            seconds = self._agree(self.ranks, round, seconds)
         self._accounting.add(constrained, round, seconds, experts=self._touched_experts())
         return seconds
 
     def _propose(self, batch: Batch, timer: RoundTimer) -> Draft:
-        with timer.drafting:
-            draft = self._proposer.propose(batch)
+        draft = timer.draft(self._proposer.propose, batch)
         check_budget(batch, draft)
-        verifier = self.verifier
-        if not draft.chain and not verifier.trees:
+        if not draft.chain and not self.verifier.trees:
             raise OutriderError(
-                f"verifier {verifier.name} verifies chains only; use walk, coupled, siblings or traversal"
+                f"verifier {self.verifier.name} verifies chains only; use walk, coupled, siblings or traversal"
             )
         return draft
 
     def _verify(self, batch: Batch, constrained: ConstrainedDraft, timer: RoundTimer) -> Round:
-        with timer.scoring:
-            scores = self._target.score(batch, constrained.draft)
+        scores = timer.score(self._target.score, batch, constrained.draft)
         return self._verification.verify(batch, constrained, scores)
 
     def _commit(self, round: Round) -> None:
@@ -233,18 +232,16 @@ class Engine:
         self._target.cache.commit(round)
         self._proposer.commit(round)
         add_logprobs(round)
-        self._record_version(round)
         if self.on_round:
             self.on_round(round)
         for seq in self._scheduler.commit(round):
             self._release(seq.slot)
 
-    def _agree(self, round: Round, seconds: RoundSeconds) -> RoundSeconds:
+    @staticmethod
+    def _agree(ranks: Ranks, round: Round, seconds: RoundSeconds) -> RoundSeconds:
         """Return the seconds that all ranks use, because decisions depend on them."""
-        if not self.ranks:
-            return seconds
-        draft, target, total = self.ranks.agree(round.emitted, (seconds.draft, seconds.target, seconds.total))
-        return RoundSeconds(draft=draft, target=target, host=total - draft - target)
+        draft, target, total = ranks.agree(round.emitted, (seconds.draft, seconds.target, seconds.total))
+        return RoundSeconds(draft, target, total - draft - target)
 
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> NotEnoughMemory:
         return out_of_memory(error, slots=self._target.slots, context=self._target.context)
@@ -299,6 +296,8 @@ class Engine:
             if seq.finish_reason:
                 self._refused.append(seq)
             else:
+                # All sequences are admitted again after an update of the weights.
+                self._record_version(seq)
                 # After a preemption, the proposer receives all tokens so far as the prompt.
                 self._proposer.admit(seq.slot, replace(seq.request, prompt_token_ids=tuple(seq.token_ids)))
 
@@ -312,23 +311,27 @@ class Engine:
 
     def _fit_memory(self, batch: Batch) -> Batch:
         """Drop draft tokens that do not fit into the cache. Speculation never preempts a request."""
-        ends = _feed_ends(batch)
-        wanted = {}
-        for b, (seq, tokens) in enumerate(zip(batch.seqs, batch.draft_budget, strict=True)):
-            wanted[seq.slot] = ends[seq.slot] + (tokens if seq.matcher is None else batch.budget.most(b))
-        if wanted == ends:  # these fit, or sequences would have been preempted
+        more = list(batch.draft_budget)
+        for b, seq in enumerate(batch.seqs):
+            if seq.matcher:
+                more[b] = batch.budget.most(b)
+        if not any(more):  # the feeds fit, or sequences would have been preempted
             return batch
+        ends = _feed_ends(batch)
+        wanted = dict(zip(ends, map(add, ends.values(), more), strict=True))
         fitting = prompts_that_fit(self._target.cache, ends, wanted)
         if len(fitting) == len(ends):
             return batch
-        return replace(batch, budget=batch.budget.only([seq.slot in fitting for seq in batch.seqs]))
+        return batch.with_budget(batch.budget.only([seq.slot in fitting for seq in batch.seqs]))
 
-    def _record_version(self, round: Round) -> None:
-        """Note the version of the weights in the sequences whose tokens come from another one than before."""
-        version = self._weight_version
-        for seq, emitted in zip(round.batch.seqs, round.emitted, strict=True):
-            if emitted and (not seq.weight_versions or seq.weight_versions[-1][1] != version):
-                seq.weight_versions.append((seq.num_output_tokens, version))
+    def _record_version(self, seq: SequenceState) -> None:
+        """Note the version of the weights that sample the next tokens of a sequence."""
+        versions = seq.weight_versions
+        first = seq.num_output_tokens
+        if versions and versions[-1][0] == first:  # no token is from that version
+            versions.pop()
+        if not versions or versions[-1][1] != self._weight_version:
+            versions.append((first, self._weight_version))
 
     def _release(self, slot: int) -> None:
         self._target.cache.release(slot)

@@ -42,7 +42,7 @@ def completion_of(seq: SequenceState, stats: Stats) -> Completion:
         stats=passes,
         error=seq.error,
         source_token_ids=seq.request.source_token_ids,
-        weight_versions=tuple(seq.weight_versions),
+        weight_versions=tuple([each for each in seq.weight_versions if each[0] < seq.num_output_tokens]),
         num_cached_prompt_tokens=max(seq.num_cached_prompt_tokens, 0),
         stop_string=seq.stream.stop_string,
     )

@@ -33,13 +33,14 @@ def read_greedy(batch: Batch, draft: Draft, scores: Scores, masks: Masks | None)
     emits = batch.emits  # while the device still works
     verified = verify_greedy(draft, best)
     accepted = [result if emitting else ((), ()) for emitting, result in zip(emits, verified, strict=True)]
+    path, all_emitted = zip(*accepted, strict=True)
     return Round(
         batch=batch,
         draft=draft,
         scores=scores,
-        path=tuple([path for path, _ in accepted]),
-        emitted=tuple([emitted for _, emitted in accepted]),
-        sampled_logprob=tuple([(0.0,) * len(emitted) for _, emitted in accepted]),
+        path=path,
+        emitted=all_emitted,
+        sampled_logprob=tuple([(0.0,) * len(emitted) for emitted in all_emitted]),
         failed=tuple([not emitted for _, emitted in verified]),
     )
 

@@ -65,7 +65,12 @@ class Scheduler:
         self._arrivals += 1
         rank = _AGING_ROUNDS * request.params.priority + self._rounds, self._arrivals
         seq = SequenceState(
-            request=request, slot=-1, token_ids=list(request.prompt_token_ids), stream=stream, rank=rank
+            request=request,
+            slot=-1,
+            token_ids=list(request.prompt_token_ids),
+            stream=stream,
+            max_length=min(len(request.prompt_token_ids) + request.max_tokens, self._context),
+            rank=rank,
         )
         self._requeue(seq)
         return seq
@@ -83,7 +88,9 @@ class Scheduler:
 
         The result includes requests whose grammar cannot be started. They have a `finish_reason` and no slot.
         """
-        admitted = []
+        admitted: list[SequenceState] = []
+        if not self._waiting or not self._free:
+            return admitted
         # Kept up to date below. To count all sequences again for each new one takes long if there are hundreds.
         ends = {running.slot: self._reserved_length(running) for running in self._running}
         unfed = self._unfed_tokens()
@@ -113,29 +120,36 @@ class Scheduler:
 
     def next(self) -> Batch:
         """Return the batch of this round, ordered by slot. Draft budgets are the most that each sequence can use."""
-        prompt_budget = self._prefill_budget.chunk(self._num_decoding())
-        feed_lengths: dict[int, int] = {}
-        for seq in self._running:
-            missing = len(seq.token_ids) - seq.num_cached_tokens
-            if missing == 1:  # a decoding sequence is not limited by the prompt budget
-                length = 1
-            else:
-                length = min(missing, prompt_budget)
-                prompt_budget -= length
-            if length:
-                feed_lengths[seq.slot] = length
-        seqs = sorted([seq for seq in self._running if seq.slot in feed_lengths], key=attrgetter("slot"))
-        start = [seq.num_cached_tokens for seq in seqs]
-        end = [begin + feed_lengths[seq.slot] for seq, begin in zip(seqs, start, strict=True)]
-        parts = list(zip(seqs, start, end, strict=True))
-        budget = tuple([self._max_draft_tokens(seq, fed) for seq, _, fed in parts])
+        decoding = self._num_decoding()
+        fed = sorted(self._running, key=attrgetter("slot"))
+        if decoding == len(fed):
+            feed: list[tuple[int, ...]] = [(seq.token_ids[-1],) for seq in fed]
+        else:
+            feeds = self._feeds(decoding)
+            fed = [seq for seq in fed if seq.slot in feeds]
+            feed = [feeds[seq.slot] for seq in fed]
+        budget = tuple(map(_max_draft_tokens, fed, feed))
         return Batch(
-            seqs=tuple(seqs),
-            start=tuple(start),
-            feed=tuple([tuple(seq.token_ids[begin:fed]) for seq, begin, fed in parts]),
+            seqs=tuple(fed),
+            start=tuple([seq.num_cached_tokens for seq in fed]),
+            feed=tuple(feed),
             budget=DraftBudget(budget, with_forced=budget),
-            num_waiting=len(self._running) - len(seqs) + min(len(self._waiting), len(self._free)),
+            num_waiting=len(self._running) - len(fed) + min(len(self._waiting), len(self._free)),
         )
+
+    def _feeds(self, decoding: int) -> dict[int, tuple[int, ...]]:
+        """Return the feed of each sequence by slot. The first `prompt_budget` prompt tokens are fed."""
+        prompt_budget = self._prefill_budget.chunk(decoding)
+        feeds = {}
+        for seq in self._running:
+            begin = seq.num_cached_tokens
+            missing = len(seq.token_ids) - begin
+            if missing > 1:  # a decoding sequence is not limited by the prompt budget
+                missing = min(missing, prompt_budget)
+                prompt_budget -= missing
+            if missing:
+                feeds[seq.slot] = tuple(seq.token_ids[begin : begin + missing])
+        return feeds
 
     def preempt(self) -> int:
         """Preempt the sequence with the last rank. Returns its slot, which the caller releases."""
@@ -151,19 +165,20 @@ class Scheduler:
         return [self._suspend_last() for _ in range(len(self._running))]
 
     def record_round(self, batch: Batch, seconds: float) -> None:
-        self._prefill_budget.learn(sum(len(feed) for feed in batch.feed if len(feed) > 1), seconds)
+        self._prefill_budget.learn(sum([count for count in map(len, batch.feed) if count > 1]), seconds)
 
     def commit(self, round: Round) -> list[SequenceState]:
         """Append the emitted tokens to the sequences. Returns the sequences that are done."""
         self._rounds += 1
-        for b, seq in enumerate(round.batch.seqs):
-            seq.num_cached_tokens = round.batch.start[b] + len(round.batch.feed[b]) + len(round.path[b])
+        batch = round.batch
+        for b, (seq, feed, path) in enumerate(zip(batch.seqs, batch.feed, round.path, strict=True)):
+            seq.num_cached_tokens = batch.start[b] + len(feed) + len(path)
             if round.failed[b]:
                 seq.finish_reason = FinishReason.ERROR
                 seq.error = round.reasons.get(b, _NOT_FINITE)
             elif round.emitted[b]:
                 self._extend(seq, round, b)
-        return self._retire([seq for seq in round.batch.seqs if seq.finish_reason])
+        return self._retire([seq for seq in batch.seqs if seq.finish_reason])
 
     def abort(self, id: int) -> SequenceState | None:
         """Remove a request. Returns its state if it was running."""
@@ -212,20 +227,7 @@ class Scheduler:
 
     def _reserved_length(self, seq: SequenceState) -> int:
         """Return the length that a sequence may soon have, for which memory is reserved."""
-        return min(len(seq.token_ids) + _RESERVED_TOKENS, self._full_length(seq))
-
-    def _full_length(self, seq: SequenceState) -> int:
-        """Return the length at which a sequence ends."""
-        return min(len(seq.request.prompt_token_ids) + seq.request.max_tokens, self._context)
-
-    def _max_draft_tokens(self, seq: SequenceState, fed: int) -> int:
-        """Return the most draft tokens that the completion can use. The bonus token needs the last position."""
-        length = len(seq.token_ids)
-        if fed < length:
-            return 0
-        limit = self._full_length(seq) - length - 1
-        k = seq.request.params.k
-        return max(limit if k is None else min(limit, k), 0)
+        return min(len(seq.token_ids) + _RESERVED_TOKENS, seq.max_length)
 
     def _extend(self, seq: SequenceState, round: Round, b: int) -> None:
         """Append the emitted tokens of sequence b, up to the token that ends it."""
@@ -250,13 +252,15 @@ class Scheduler:
         request = seq.request
         if token in request.end_ids:
             return FinishReason.STOP
-        if seq.stream and seq.stream.add_token(token, stoppable=seq.num_output_tokens >= request.params.min_tokens):
-            return FinishReason.STOP
+        if seq.stream:
+            minimum = request.params.min_tokens
+            if seq.stream.add_token(token, stoppable=not minimum or seq.num_output_tokens >= minimum):
+                return FinishReason.STOP
         if seq.matcher:
             seq.matcher.advance(token)
             if seq.matcher.done:
                 return FinishReason.STOP
-        return FinishReason.LENGTH if len(seq.token_ids) >= self._full_length(seq) else None
+        return FinishReason.LENGTH if len(seq.token_ids) >= seq.max_length else None
 
     def _retire(self, seqs: list[SequenceState]) -> list[SequenceState]:
         """Remove sequences from the running ones and free their slots. Returns them."""
@@ -264,3 +268,15 @@ class Scheduler:
             self._running.remove(seq)
             heapq.heappush(self._free, seq.slot)
         return seqs
+
+
+def _max_draft_tokens(seq: SequenceState, feed: tuple[int, ...]) -> int:
+    """Return the most draft tokens that the completion can use. The bonus token needs the last position."""
+    length = len(seq.token_ids)
+    if seq.num_cached_tokens + len(feed) < length:
+        return 0
+    limit = seq.max_length - length - 1
+    k = seq.request.params.k
+    if k is not None and k < limit:
+        limit = k
+    return limit if limit > 0 else 0

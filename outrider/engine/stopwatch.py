@@ -5,18 +5,13 @@ launch. The work itself is waited for where the host reads the result, and would
 the queue of the device: the device notes the time when it gets there.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-
-class Span(NamedTuple):
-    """A part of a round, between two marks of a stopwatch."""
-
-    begin: Any
-    end: Any
+from outrider.core.types import Batch, Draft, Scores
 
 
 class Stopwatch(Protocol):
@@ -28,8 +23,8 @@ class Stopwatch(Protocol):
     def mark(self) -> Any:
         """Return a mark of the moment at which all work so far is done. This does not wait for the work."""
 
-    def seconds(self, span: Span) -> float:
-        """Return the seconds between the marks of a span. The host has read a result of later work of the device."""
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Return the seconds between two marks. The host has read a result of later work of the device."""
 
 
 class RoundTimes(NamedTuple):
@@ -42,8 +37,7 @@ class RoundTimes(NamedTuple):
     draft_tokens: int  # verified draft tokens of all sequences
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundSeconds:
+class RoundSeconds(NamedTuple):
     """The seconds of the parts of one round."""
 
     draft: float
@@ -56,69 +50,54 @@ class RoundSeconds:
         return self.draft + self.target + self.host
 
 
-class Phase:
-    """Measures the work of a phase of a round: `with phase: ...`, once or several times."""
-
-    def __init__(self, watch: Stopwatch) -> None:
-        self._watch = watch
-        self._spans: list[Span] = []
-
-    def __enter__(self) -> None:
-        self._begin = self._watch.mark()
-
-    def __exit__(self, *error: object) -> None:
-        if error[0] is None:
-            self._spans.append(Span(self._begin, self._watch.mark()))
-
-    def seconds(self) -> float:
-        """Return the seconds of the phase. The host has read a later result of the device."""
-        return sum(map(self._watch.seconds, self._spans))
-
-
 class RoundTimer:
     """Measures one round. It begins when the timer is made."""
 
     def __init__(self, watch: Stopwatch) -> None:
-        self.drafting = Phase(watch)
-        self.scoring = Phase(watch)
         self._watch = watch
-        self._began = self._planned = self._verified = self._committed = watch.now()
+        self._scoring: list[Any] = []  # marks: begin and end of each pass
+        self._began = watch.now()
 
-    def planned(self) -> None:
-        """Note that drafting begins."""
+    def draft(self, propose: Callable[[Batch], Draft], batch: Batch) -> Draft:
+        """Return what `propose` drafts, and measure it."""
         self._planned = self._watch.now()
+        begin = self._watch.mark()
+        draft = propose(batch)
+        self._drafting = begin, self._watch.mark()
+        return draft
+
+    def score(self, score: Callable[[Batch, Draft], Scores], batch: Batch, draft: Draft) -> Scores:
+        """Return the scores of a pass, and measure it. A round has one or several passes."""
+        begin = self._watch.mark()
+        scores = score(batch, draft)
+        self._scoring += begin, self._watch.mark()
+        return scores
 
     def verified(self) -> None:
         """Note that the round is verified."""
         self._verified = self._watch.now()
 
-    def committed(self) -> None:
-        """Note that the round is committed."""
+    def committed(self) -> RoundSeconds:
+        """Note that the round is committed, and return the seconds of its parts."""
         self._committed = self._watch.now()
-
-    def seconds(self) -> RoundSeconds:
-        """Return the seconds of a committed round."""
-        draft = self.drafting.seconds()
-        target = self.scoring.seconds()
-        return RoundSeconds(draft=draft, target=target, host=self._committed - self._began - draft - target)
+        seconds = self._watch.seconds
+        self._draft_seconds = draft = seconds(*self._drafting)
+        target = sum(map(seconds, self._scoring[::2], self._scoring[1::2]))
+        return RoundSeconds(draft, target, self._committed - self._began - draft - target)
 
     def times(self, draft_tokens: int) -> RoundTimes:
         """Return the times of a committed round with this many verified draft tokens."""
-        drafted = min(self._planned + self.drafting.seconds(), self._verified)
+        drafted = min(self._planned + self._draft_seconds, self._verified)
         return RoundTimes(self._began, drafted, self._verified, self._committed, draft_tokens)
 
 
 class HostStopwatch:
     """The stopwatch of a CPU, whose calls return when the work is done."""
 
-    def now(self) -> float:
-        return perf_counter()
+    now = mark = staticmethod(perf_counter)
 
-    def mark(self) -> float:
-        return perf_counter()
-
-    def seconds(self, span: Span) -> float:
-        return float(span.end - span.begin)
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
 
 
 class CudaStopwatch:
@@ -130,17 +109,16 @@ class CudaStopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def now(self) -> float:
-        return perf_counter()
+    now = staticmethod(perf_counter)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def seconds(self, span: Span) -> float:
-        span.end.synchronize()  # returns at once, since the device has passed the mark
-        return float(span.begin.elapsed_time(span.end)) / 1e3
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()  # returns at once, since the device has passed the mark
+        return float(begin.elapsed_time(end)) / 1e3
 
 
 def find_stopwatch(device: torch.device) -> Stopwatch:

@@ -7,7 +7,13 @@ from outrider.engine.constraints import ConstrainedDraft
 from outrider.engine.readback import read_greedy, read_verdict
 from outrider.models.triton.fastest import fastest_verifier
 from outrider.verify.rules import EXACT, Verifier
-from outrider.verify.sampling import BatchSampling, ProbsFunction, apply_sampling, apply_sampling_packed
+from outrider.verify.sampling import (
+    BatchSampling,
+    ProbsFunction,
+    SamplingTensors,
+    apply_sampling,
+    apply_sampling_packed,
+)
 from outrider.verify.verdict import select_by_name
 
 
@@ -21,22 +27,28 @@ class Verification:
         self._device = device
         self._verifiers = {default.name: default}  # the default one and those of requests, by name
         self._sampling = BatchSampling(vocab, device)
+        self._prepared: SamplingTensors | None = None  # the sampling that the next two values are of
+        self._names: list[str] = []  # [B] of verifiers
+        self._takes_likeliest = False  # whether every sequence takes the likeliest token of unmodified logits
 
     def replace_default(self, verifier: Verifier) -> None:
         """Use another implementation of the default verifier, which has its name."""
         assert verifier.name == self.default.name
         self.default = verifier
         self._verifiers[verifier.name] = verifier
+        self._prepared = None
 
     def verify(self, batch: Batch, constrained: ConstrainedDraft, scores: Scores) -> Round:
         """Verify a scored draft and read the result. This waits for the device."""
         draft = constrained.draft
         masks = constrained.masks
         sampling = self._sampling.of(batch.seqs)
-        names = [seq.request.params.verifier or self.default.name for seq in batch.seqs]
-        if sampling.plain_greedy and not any(self._named(name).relaxes_greedy for name in set(names)):
+        if sampling is not self._prepared:
+            self._prepare(sampling)
+        if self._takes_likeliest:
             return constrained.drop_failed(read_greedy(batch, draft, scores, masks))
         noise = self._sampling.noise(batch.seqs)
+        names = self._names
         packed = scores.packed
         if packed is None:
             logits = scores.logits if masks is None else masks.apply(scores.logits)
@@ -47,6 +59,13 @@ class Verification:
             probs = apply_sampling_packed(packed, sampling, draft, probs_function=self._probs_function)
             verdicts = {name: self._named(name).verify(draft, probs, noise) for name in set(names)}
         return constrained.drop_failed(read_verdict(batch, draft, scores, select_by_name(verdicts, names)))
+
+    def _prepare(self, sampling: SamplingTensors) -> None:
+        """Find the verifiers of a batch. It is the same in most rounds."""
+        self._prepared = sampling
+        self._names = [seq.request.params.verifier or self.default.name for seq in sampling.seqs]
+        relaxed = any(self._named(name).relaxes_greedy for name in set(self._names))
+        self._takes_likeliest = sampling.plain_greedy and not relaxed
 
     def _named(self, name: str) -> Verifier:
         if name not in self._verifiers:

@@ -263,6 +263,9 @@ def verify_greedy(
     Returns:
         For each sequence the accepted path and the emitted tokens; both empty if a node has no token.
     """
+    if not draft.size:
+        rows = best.tolist() if isinstance(best, torch.Tensor) else best
+        return [((), (token,) if token >= 0 else ()) for (token,) in rows]
     results: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for (sample, tokens, parents), width in zip(_host_rows(draft, best), draft.width, strict=True):
         path: list[int] = []

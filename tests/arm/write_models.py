@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from outrider.core.cache import SequenceSpan
 from outrider.core.config import EngineConfig
 from outrider.engine.build import load_target
 from outrider.models.cache.paged import BLOCK, CPool
@@ -87,9 +88,9 @@ def _logits(code: Any, model: CModel, tokens: list[int], element: int) -> torch.
     table = torch.zeros(1, dtype=torch.int32)
     pool = CPool(entries=entries.data_ptr(), table=table.data_ptr(), layers=model.layers, reach=1, bits=8 * element)
     model.pool = ctypes.addressof(pool)
-    columns = Columns()
-    columns.add_consecutive(tokens, 0, 0)
-    columns.output_columns.extend(range(len(tokens)))
+    count = len(tokens)
+    span = SequenceSpan(slot=0, begin=0, end=count, start=0, nodes=0, first=0, base=count, num_outputs=count)
+    columns = Columns.consecutive(tokens, [span])
     logits = torch.empty(len(tokens), model.head.outputs)
     best = torch.empty(len(tokens), dtype=torch.int32)
     c_pass = columns.c_pass(PassOutput(logits=logits.data_ptr(), best=best.data_ptr()), None)

@@ -15,7 +15,7 @@ from outrider.drafting.plan.pass_cost import CostModel, PassCost
 from outrider.engine import verification
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.stopwatch import CudaStopwatch, HostStopwatch, Span, find_stopwatch
+from outrider.engine.stopwatch import CudaStopwatch, HostStopwatch, find_stopwatch
 from outrider.verify.rules import EXACT
 from tests.helpers.async_device import AsyncDevice, AsyncDraftModel, AsyncTarget, EventStopwatch, LaunchStopwatch
 
@@ -153,5 +153,5 @@ def test_stopwatch_of_a_gpu_uses_events_of_its_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     stopwatch = find_stopwatch(torch.device("cuda:1"))
     assert isinstance(stopwatch, CudaStopwatch)
-    assert stopwatch.seconds(Span(stopwatch.mark(), stopwatch.mark())) == 7.5e-3
+    assert stopwatch.seconds(stopwatch.mark(), stopwatch.mark()) == 7.5e-3
     assert isinstance(find_stopwatch(torch.device("cpu")), HostStopwatch)

@@ -8,7 +8,6 @@ import torch
 from outrider.core import tree
 from outrider.core.proposer import NoProposer, ProposerSetup
 from outrider.core.types import Batch, Draft, Needs, Scores
-from outrider.engine.stopwatch import Span
 from outrider.testing.toy_target import ToyTarget
 
 
@@ -41,9 +40,9 @@ class EventStopwatch:
     def mark(self) -> float:
         return max(self._device.host, self._device.idle_at)
 
-    def seconds(self, span: Span) -> float:
+    def seconds(self, begin: float, end: float) -> float:
         assert self._device.idle_at <= self._device.host, "the stopwatch is read before the round is"
-        return span.end - span.begin
+        return end - begin
 
 
 class LaunchStopwatch(EventStopwatch):

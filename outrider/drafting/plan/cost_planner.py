@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
 
 from outrider.core import tree
 from outrider.core.planner import limit_budgets
 from outrider.core.stats import Stats, StatsAccumulator
-from outrider.core.types import Batch, Draft
+from outrider.core.types import Batch, Draft, DraftBudget
 from outrider.drafting.plan.gains import Gains
 from outrider.drafting.plan.pass_cost import Clock, CostModel
 from outrider.drafting.plan.prefills import Prefills
@@ -362,11 +361,12 @@ class CostPlanner:
 
 def _planned(batch: Batch, tokens: tuple[int, ...], thresholds: Thresholds, alternative: int) -> Batch:
     """Return the batch with what the planner has decided."""
-    budget = replace(
-        batch.budget,
-        tokens=tokens,
-        min_path_prob=thresholds.min_path_prob,
-        min_draft_probs=thresholds.min_draft_probs,
-        alternative=alternative,
+    return batch.with_budget(
+        DraftBudget(
+            tokens,
+            batch.budget.with_forced,
+            thresholds.min_path_prob,
+            thresholds.min_draft_probs,
+            alternative=alternative,
+        )
     )
-    return replace(batch, budget=budget)

@@ -56,6 +56,11 @@ class Best(Combination):
         self._used = [-1] * num_seqs
         self._estimates = [()] * num_seqs
         result = tree.empty(num_seqs, self._setup.device)
+        if not any(batch.draft_budget):
+            for part in self.parts:  # they may read prompts
+                part.propose(batch)
+            self._width = result.width
+            return result
         first_parts = list(map(self._first_part, batch.seqs))
         values = [-inf] * num_seqs  # of the current drafts
         later = inf  # highest expected value of the parts that have not drafted yet
@@ -63,19 +68,24 @@ class Best(Combination):
             triples = zip(batch.draft_budget, values, first_parts, strict=True)
             budget = tuple(count if value < later and i >= first else 0 for count, value, first in triples)
             draft = part.propose(batch.limited(budget))
-            if draft.accept_prob is None and draft.q is None:
-                draft = replace(draft, accept_prob=self._estimate(i, draft))
-            draft = replace(draft, source=self._source(i, draft))
-            estimates = draft.accept_prob if draft.accept_prob is not None and draft.q is None else [()] * num_seqs
-            for b, width in enumerate(draft.width):
-                if width:
-                    self._used[b] = i
-                    self._estimates[b] = estimates[b]
-                    values[b] = self._value(i, estimates[b], batch, b)
-            result = choose_drafts(result, draft, [used != i for used in self._used])
+            if draft.size:
+                result = self._choose(i, draft, result, values, batch)
             later = max((self._expected_value(later, batch) for later in range(i + 1, len(self.parts))), default=-inf)
         self._width = result.width
         return result
+
+    def _choose(self, part: int, draft: Draft, before: Draft, values: list[float], batch: Batch) -> Draft:
+        """Return the drafts of a part where it has one, and those `before` elsewhere. Update the `values` [B]."""
+        if draft.accept_prob is None and draft.q is None:
+            draft = replace(draft, accept_prob=self._estimate(part, draft))
+        draft = replace(draft, source=self._source(part, draft))
+        estimates = draft.accept_prob if draft.accept_prob is not None and draft.q is None else [()] * len(values)
+        for b, width in enumerate(draft.width):
+            if width:
+                self._used[b] = part
+                self._estimates[b] = estimates[b]
+                values[b] = self._value(part, estimates[b], batch, b)
+        return choose_drafts(before, draft, [used != part for used in self._used])
 
     def commit(self, round: Round) -> None:
         for b, builder, kinds in self._pending:

@@ -181,7 +181,7 @@ class PagedCache:
             table.length = base + len(path)
             if path and path[-1] >= len(path):  # some node is not the child of the one before it
                 self._compact(seq.slot, base, path)
-            if table.scope is not None:
+            if table.scope is not None and base >= BLOCK * (len(table.shared) + 1):
                 self._publish(seq.slot, base)  # the scheduler has not appended the accepted tokens yet
 
     def release(self, slot: int) -> None:

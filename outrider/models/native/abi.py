@@ -11,12 +11,15 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from outrider.core.draws import DrawParams
 from outrider.models.cache.pool import CPool
+
+if TYPE_CHECKING:
+    from outrider.core.cache import SequenceSpan
 
 MAX_HEAD_DIM = 256  # kMaxHeadDim of attention.h
 MAX_QUERIES_PER_KEY_HEAD = 48  # kMaxTileRows of attention.h
@@ -235,34 +238,37 @@ def _int_array() -> array[int]:
 class Columns:
     """The tokens of one forward pass. A column is a token of the pass."""
 
-    token: array[int] = field(default_factory=_int_array)
-    position: array[int] = field(default_factory=_int_array)
-    slot: array[int] = field(default_factory=_int_array)
-    entry: array[int] = field(default_factory=_int_array)  # index in the slot where keys and values are written
-    prefix: array[int] = field(default_factory=_int_array)  # leading entries of the slot that the column attends to
-    tail_begin: array[int] = field(default_factory=lambda: array("i", [0]))
-    tail: array[int] = field(default_factory=_int_array)  # further entries that it attends to, for trees
-    output_columns: array[int] = field(default_factory=_int_array)  # columns that need logits
+    token: array[int]
+    position: array[int]
+    slot: array[int]
+    entry: array[int]  # index in the slot where keys and values are written
+    prefix: array[int]  # leading entries of the slot that the column attends to
+    tail_begin: array[int]  # of each column in `tail`, and its end
+    tail: array[int]  # further entries that a column attends to, for trees
+    output_columns: array[int]  # columns that need logits
 
-    def add_consecutive(self, tokens: Sequence[int], start: int, slot: int) -> None:
-        """Append consecutive tokens from entry `start` of a slot on. Each attends to all entries before it."""
-        count = len(tokens)
-        self.token.extend(tokens)
-        self.position.extend(range(start, start + count))
-        self.slot.extend([slot] * count)
-        self.entry.extend(range(start, start + count))
-        self.prefix.extend(range(start + 1, start + count + 1))
-        self.tail_begin.extend([len(self.tail)] * count)
-
-    def add(self, token: int, position: int, *, slot: int, entry: int, prefix: int, tail: Sequence[int] = ()) -> None:
-        """Append one column that attends to the first `prefix` entries of the slot and to those in `tail`."""
-        self.token.append(token)
-        self.position.append(position)
-        self.slot.append(slot)
-        self.entry.append(entry)
-        self.prefix.append(prefix)
-        self.tail.extend(tail)
-        self.tail_begin.append(len(self.tail))
+    @classmethod
+    def consecutive(cls, tokens: Sequence[int], spans: Iterable[SequenceSpan]) -> Columns:
+        """Return the columns of `tokens`, each of which attends to all entries before it in its slot."""
+        slots: list[int] = []
+        entries: list[int] = []
+        outputs: list[int] = []
+        for span in spans:
+            count = span.end - span.begin
+            slots += [span.slot] * count
+            entries += range(span.start, span.start + count)
+            outputs += range(span.end - span.num_outputs, span.end)
+        entry = array("i", entries)
+        return cls(
+            token=array("i", tokens),
+            position=entry,
+            slot=array("i", slots),
+            entry=entry,
+            prefix=array("i", [each + 1 for each in entries]),
+            tail_begin=array("i", bytes(4 * len(entries) + 4)),
+            tail=array("i"),
+            output_columns=array("i", outputs),
+        )
 
     def c_pass(self, output: PassOutput, state: torch.Tensor | None) -> CPass:
         """Return the structure of a pass with these columns. `state` is the input of a draft head, see `Passes.run`."""

@@ -106,8 +106,9 @@ class NativeTarget:
         batch_size = len(batch.seqs)
         packed = None
         exported = None
+        likeliest = best.tolist()
         if order is not None:
-            best = array("i", [best[at] for at in order])
+            likeliest = tree.pick(likeliest, order)
             packed = Packed(values=logits, at=torch.tensor(order).view(batch_size, -1))
         if self._layers:
             output_columns = torch.tensor(columns.output_columns, dtype=torch.int64)
@@ -115,8 +116,8 @@ class NativeTarget:
             begin = tuple(span.begin for span in spans)
             feed = tuple(span.end - span.begin - span.nodes for span in spans)
             exported = Exported(layers=self._layers, values=states, nodes=nodes, begin=begin, feed=feed)
-        num_nodes = len(best) // batch_size
-        host = [best[at : at + num_nodes].tolist() for at in range(0, len(best), num_nodes)]
+        num_nodes = len(likeliest) // batch_size
+        host = [likeliest[at : at + num_nodes] for at in range(0, len(likeliest), num_nodes)]
         return NativeScores(host=host, logits=logits, packed=packed, exported=exported)
 
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
@@ -288,22 +289,17 @@ def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> PackedColu
         first: -1: run the feeds and all draft tokens; else only draft tokens from this node on.
         vocab: number of ids of the embedding.
     """
-    columns = Columns()
     spans = pack(batch, draft.width, first)
-    tokens = draft.host_tokens()
-    parents = draft.parent.tolist() if draft.size and not draft.chain else None
-    for b, span in enumerate(spans):
-        columns.output_columns.extend(span.outputs)
+    tokens: list[int] = []
+    for feed, drafted, span in zip(batch.feed, draft.host_tokens(), spans, strict=True):
         if first < 0:
-            columns.add_consecutive(_valid_ids(batch.feed[b], vocab), span.start, span.slot)
-        if not span.nodes:
-            continue
-        draft_tokens = _valid_ids(tokens[b][: draft.width[b]], vocab)
-        if parents is None:
-            columns.add_consecutive(draft_tokens[span.first :], span.base + span.first, span.slot)
-        else:
-            _add_tree(columns, draft_tokens, parents[b], span.base, slot=span.slot, skip=span.first)
-    num_nodes = draft.size - max(first, 0) + (first < 0)
+            tokens += feed
+        tokens += drafted[span.first : span.first + span.nodes]
+    columns = Columns.consecutive(_valid_ids(tokens, vocab), spans)
+    size = draft.size
+    if size and not draft.chain:
+        _branch(columns, spans, draft.parent.tolist())
+    num_nodes = size - max(first, 0) + (first < 0)
     return PackedColumns(columns, spans, node_order(spans, num_nodes))
 
 
@@ -314,15 +310,21 @@ def _valid_ids(tokens: Sequence[int], vocab: int) -> Sequence[int]:
     return [min(max(token, 0), vocab - 1) for token in tokens]
 
 
-def _add_tree(
-    columns: Columns, tokens: Sequence[int], parents: Sequence[int], base: int, *, slot: int, skip: int
-) -> None:
-    """Append the tree of a sequence from node `skip` on. It follows the `base` committed entries of the slot."""
-    paths: list[list[int]] = []  # entries of each node's ancestors and itself
-    for node, token in enumerate(tokens):
-        parent = parents[node]
-        ancestors = paths[parent] if parent >= 0 else []
-        paths.append([*ancestors, base + node])
-        if node >= skip:
-            position = base + len(paths[node]) - 1
-            columns.add(token, position, slot=slot, entry=base + node, prefix=base, tail=paths[node])
+def _branch(columns: Columns, spans: Sequence[SequenceSpan], parents: Sequence[Sequence[int]]) -> None:
+    """Let the draft tokens attend to the committed tokens and to their own ancestors only. `parents` is [B, N]."""
+    columns.position = array("i", columns.position)
+    tail_begin = array("i", [0])
+    for span, tree_parents in zip(spans, parents, strict=True):
+        node_column = span.end - span.nodes - span.first  # of node 0, whether it is in the pass or not
+        tail_begin.extend([len(columns.tail)] * (span.end - span.nodes - span.begin))
+        paths: list[list[int]] = []  # entries of each node's ancestors and itself
+        for node in range(span.first + span.nodes):
+            parent = tree_parents[node]
+            ancestors = paths[parent] if parent >= 0 else []
+            paths.append([*ancestors, span.base + node])
+            if node >= span.first:
+                columns.position[node_column + node] = span.base + len(ancestors)
+                columns.prefix[node_column + node] = span.base
+                columns.tail.extend(paths[node])
+                tail_begin.append(len(columns.tail))
+    columns.tail_begin = tail_begin

@@ -41,6 +41,7 @@ class DraftModelProposer:
         """Draft with `model`, whose token ids are the target's."""
         self._setup = setup
         self._model = model
+        self._sampler = model if isinstance(model, ChainSampler) else None
         self._window = find_window(model)
         self._sampling = BatchSampling(setup.vocab, setup.device)
         self._probs_function = fastest_sampling(setup.device)
@@ -221,8 +222,8 @@ class DraftModelProposer:
         # parameters.
         if sampling.plain_greedy or (sampling.unmodified and draw is Draw.ARGMAX):
             return model.draft_greedy(batch, vocab, stop_rule)
-        if sampling.unmodified and isinstance(model, ChainSampler):
-            return model.draft_sampled(batch, vocab, self._draws(batch), stop_rule)
+        if sampling.unmodified and self._sampler:
+            return self._sampler.draft_sampled(batch, vocab, self._draws(batch), stop_rule)
         return None
 
     def _draws(self, batch: Batch) -> Draws:

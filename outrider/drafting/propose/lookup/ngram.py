@@ -40,9 +40,11 @@ class _Index:
         end = len(self._tokens)
         for size in self._sizes:
             if size <= end:
-                positions = self._positions.setdefault(tuple(self._tokens[end - size :]), [])
-                others = (position for position in positions if self._tokens[position] != token)
-                positions[:] = [end, *others][:_MAX_POSITIONS]
+                ngram = tuple(self._tokens[end - size :])
+                others = self._positions.get(ngram, ())
+                if others:
+                    others = [position for position in others if self._tokens[position] != token]
+                self._positions[ngram] = [end, *others[: _MAX_POSITIONS - 1]]
         self._tokens.append(token)
 
     def continuations(self, count: int) -> Iterator[tuple[_MatchKind, float, Iterator[int]]]:
@@ -141,6 +143,8 @@ class NgramProposer:
 
     def propose(self, batch: Batch) -> Draft:
         self._drafted = {}
+        if not any(batch.draft_budget) and sum(map(len, batch.feed)) == len(batch.seqs):
+            return tree.empty(len(batch.seqs), self._device)  # the next draft indexes these tokens
         for seq, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True):
             index = self._indexes[seq.slot]
             for token in seq.token_ids[len(index) - self._offsets[seq.slot] : start + len(feed)]:
