@@ -1,9 +1,14 @@
 """How tokens are sampled: the parameters and the random numbers."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from outrider.core.types import SequenceState
 
 
 class DrawParams(NamedTuple):
@@ -23,3 +28,4 @@ class Draws:
     # [B, K] float64 in [0, 1): a token is the first id whose cumulative probability exceeds the number.
     uniform: torch.Tensor | None = None
     race_keys: torch.Tensor | None = None  # [B, K] int64 of `PositionNoise.race_keys`
+    adjusted: tuple[SequenceState, ...] = ()  # [B] sequences whose parameters change the logits first; empty: none do

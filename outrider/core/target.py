@@ -60,7 +60,7 @@ class Target(Protocol):
 
 @runtime_checkable
 class ChainSampler(Protocol):
-    """A target that can sample the tokens of a chain, if only temperature and filters shape their distribution."""
+    """A target that can sample the tokens of a chain."""
 
     def draft_sampled(self, batch: Batch, vocab: int, draws: Draws, stop_rule: StopRule | None = None) -> DraftChains:
         """Do what `Target.draft_greedy` does, with tokens sampled by `draws`."""

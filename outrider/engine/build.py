@@ -275,7 +275,7 @@ def assemble(
         verifier=fastest_verifier(fitted, checkpoint.device),
         planner=planner,
         scheduler=Scheduler(slots=len(own), first=own.start, chunk=budget, context=model.context),
-        probs_function=fastest_sampling(checkpoint.device),
+        sampling=fastest_sampling(checkpoint.device),
         ranks=current() if checkpoint.ranks > 1 else None,
     )
 

@@ -25,7 +25,7 @@ from outrider.errors import NotEnoughMemory, OutriderError
 from outrider.models.cache.memory import out_of_memory
 from outrider.runtime.ranks import Ranks
 from outrider.verify.rules import Verifier
-from outrider.verify.sampling import ProbsFunction, target_probs
+from outrider.verify.sampling import TORCH, SamplingKernels
 
 
 class Followers(Protocol):
@@ -52,13 +52,13 @@ class Engine:
         verifier: Verifier,
         planner: Planner,
         scheduler: Scheduler,
-        probs_function: ProbsFunction = target_probs,
+        sampling: SamplingKernels = TORCH,
         ranks: Ranks | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
         """Connect the parts.
 
-        `probs_function` computes target probabilities from logits. `ranks` are the processes that
+        `sampling` computes target probabilities from logits. `ranks` are the processes that
         run the same rounds, each with a part of the target; None: this process has the whole
         target. `stopwatch` measures the rounds; None: that of the target's device.
         """
@@ -67,9 +67,7 @@ class Engine:
         self._stopwatch = stopwatch or find_stopwatch(target.device)
         self._expert_counter = target if isinstance(target, ExpertCounter) and target.expert_bytes() else None
         self._proposer = proposer
-        self._verification = Verification(
-            verifier, vocab=target.vocab, device=target.device, probs_function=probs_function
-        )
+        self._verification = Verification(verifier, vocab=target.vocab, device=target.device, kernels=sampling)
         self._planner = planner
         self._scheduler = scheduler
         self._accounting = Accounting(

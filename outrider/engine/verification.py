@@ -9,7 +9,7 @@ from outrider.models.triton.fastest import fastest_verifier
 from outrider.verify.rules import EXACT, Verifier
 from outrider.verify.sampling import (
     BatchSampling,
-    ProbsFunction,
+    SamplingKernels,
     SamplingTensors,
     apply_sampling,
     apply_sampling_packed,
@@ -20,10 +20,10 @@ from outrider.verify.verdict import select_by_name
 class Verification:
     """Verifies each sequence with the verifier that its request names, or with the default one."""
 
-    def __init__(self, default: Verifier, *, vocab: int, device: torch.device, probs_function: ProbsFunction) -> None:
-        """Verify logits of `vocab` ids on `device`. `probs_function` computes target probabilities from them."""
+    def __init__(self, default: Verifier, *, vocab: int, device: torch.device, kernels: SamplingKernels) -> None:
+        """Verify logits of `vocab` ids on `device`. `kernels` compute target probabilities from them."""
         self.default = default
-        self._probs_function = probs_function
+        self._kernels = kernels
         self._device = device
         self._verifiers = {default.name: default}  # the default one and those of requests, by name
         self._sampling = BatchSampling(vocab, device)
@@ -52,11 +52,11 @@ class Verification:
         packed = scores.packed
         if packed is None:
             logits = scores.logits if masks is None else masks.apply(scores.logits)
-            p = apply_sampling(logits, sampling, draft, probs_function=self._probs_function)
+            p = apply_sampling(logits, sampling, draft, kernels=self._kernels)
             verdicts = {name: self._named(name).rule(draft, p, noise) for name in set(names)}
         else:
             packed = packed if masks is None else masks.apply_packed(packed)
-            probs = apply_sampling_packed(packed, sampling, draft, probs_function=self._probs_function)
+            probs = apply_sampling_packed(packed, sampling, draft, kernels=self._kernels)
             verdicts = {name: self._named(name).verify(draft, probs, noise) for name in set(names)}
         return constrained.drop_failed(read_verdict(batch, draft, scores, select_by_name(verdicts, names)))
 

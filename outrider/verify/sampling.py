@@ -134,8 +134,17 @@ def target_probs(logits: torch.Tensor, sampling: SamplingTensors, of: torch.Tens
     return torch.where(sampling.greedy[of], _one_hot(logits), probs) if not all(sampling.sampled) else probs
 
 
-# The signature of `target_probs`, which the native kernels implement as well.
-ProbsFunction = Callable[[torch.Tensor, SamplingTensors, torch.Tensor | slice], torch.Tensor]
+@dataclass(frozen=True, slots=True)
+class SamplingKernels:
+    """The functions that compute target distributions. The native kernels implement both in one call each."""
+
+    probs: Callable[[torch.Tensor, SamplingTensors, torch.Tensor | slice], torch.Tensor] = target_probs
+    # Applies bias, penalties and min_tokens to logits [T, V]. Indices [B, M] are those of the nodes of a draft, the
+    # root first, or of its last node (M = 1). None: operations of torch do it.
+    adjust: Callable[[torch.Tensor, SamplingTensors, Draft, torch.Tensor], torch.Tensor] | None = None
+
+
+TORCH = SamplingKernels()
 
 
 def apply_sampling(
@@ -144,7 +153,7 @@ def apply_sampling(
     draft: Draft,
     *,
     last: bool = False,
-    probs_function: ProbsFunction = target_probs,
+    kernels: SamplingKernels = TORCH,
 ) -> torch.Tensor:
     """Compute the target distribution at each node of `draft`, the root first.
 
@@ -153,11 +162,15 @@ def apply_sampling(
         sampling: the parameters of the same sequences.
         draft: the draft. The penalties of a node count the tokens on its path.
         last: `logits` has only the last node.
-        probs_function: computes probabilities from the logits after bias and penalties.
+        kernels: compute the distributions.
 
     Returns:
         p, with the shape of `logits`. It sums to 1 over V.
     """
+    if kernels.adjust and not sampling.unmodified:
+        flat = logits.flatten(0, 1)
+        at = torch.arange(len(flat), device=flat.device).view(logits.shape[:2])
+        return kernels.probs(kernels.adjust(flat, sampling, draft, at).view_as(logits), sampling, _ALL)
     if sampling.bias is not None:
         logits = logits + sampling.bias[:, None]
     if sampling.any_penalty:
@@ -169,15 +182,18 @@ def apply_sampling(
     if sampling.any_minimum:
         depth = tokens_before(draft)[:, -1:] if last else tokens_before(draft)
         logits = _forbid_ends(logits.flatten(0, 1), sampling, depth, _node_indices(depth)).view_as(logits)
-    return probs_function(logits, sampling, _ALL)
+    return kernels.probs(logits, sampling, _ALL)
 
 
 def apply_sampling_packed(
-    logits: Packed, sampling: SamplingTensors, draft: Draft, *, probs_function: ProbsFunction = target_probs
+    logits: Packed, sampling: SamplingTensors, draft: Draft, *, kernels: SamplingKernels = TORCH
 ) -> Packed:
     """Do what `apply_sampling` does, for packed logits without padding."""
     values = logits.values[:, None]  # as if they were T sequences of one node
     of = _sequence_of(logits)
+    if kernels.adjust and not sampling.unmodified:
+        adjusted = kernels.adjust(logits.values, sampling, draft, logits.at)
+        return replace(logits, values=kernels.probs(adjusted[:, None], sampling, of)[:, 0])
     if sampling.bias is not None:
         values = values + sampling.bias[of][:, None]
     if sampling.any_penalty or sampling.any_minimum:
@@ -189,7 +205,7 @@ def apply_sampling_packed(
             values = _penalize(values, sampling, of, output[:-1, None], prompt)
         if sampling.any_minimum:
             values = _forbid_ends(values[:, 0], sampling, tokens_before(draft), at)[:, None]
-    return replace(logits, values=probs_function(values, sampling, of)[:, 0])
+    return replace(logits, values=kernels.probs(values, sampling, of)[:, 0])
 
 
 def has_finite_max(logits: torch.Tensor) -> torch.Tensor:

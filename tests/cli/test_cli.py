@@ -366,7 +366,7 @@ def test_audit_command(monkeypatch, passed, code):
 
 @pytest.mark.parametrize(
     ("k", "message"),
-    [("auto", "k is 'auto'; use a number of draft tokens from 1"), ("0", "k is 0; use a number of draft tokens")],
+    [("auto", "k is 'auto', a string; use a number of draft tokens"), ("0", "k is 0; use a number of draft tokens")],
 )
 def test_audit_needs_a_number_of_draft_tokens(k, message):
     result = invoke("audit", "--k", k)

@@ -103,7 +103,7 @@ MISTAKES = {
         ("--source", "FILE", "--language", "en", "--previous-text", "a"),
         "has no prev_sot_token_id",
     ),
-    "format": (("--source", "FILE", "--response-format", "xml"), "--response-format is 'xml'; use json or text or srt"),
+    "format": (("--source", "FILE", "--response-format", "xml"), "--response-format is 'xml'; use json, text, srt"),
     "prompt and format": (
         ("--source", "FILE", "--language", "en", "--response-format", "srt", "a"),
         "a prompt begins one completion, and --response-format needs a transcript; leave the prompt out",

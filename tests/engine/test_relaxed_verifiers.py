@@ -167,7 +167,7 @@ def test_rollouts_refuse_relaxed_rules_unless_named(pair):
         ("lantern:delta=much", "needs a number delta above 0"),
         ("lantern:0.1", "has the option '0.1'; write OPTION=VALUE"),
         ("lantern:delta=0.1,delta=0.2", "has the option 'delta=0.2'"),
-        ("lantern:delta=0.1,distance=3", "unknown option distance; use delta, k or table"),
+        ("lantern:delta=0.1,distance=3", "unknown option distance; use delta, k, table, first or last"),
         ("lantern:delta=0.1,k=0", "whole number k of at least 1"),
         ("lantern:delta=0.1,table=nowhere.json", "nowhere.json cannot be read"),
         ("gsd", "whole number clusters of at least 1"),

@@ -41,5 +41,5 @@ def test_probs_equal_torch(nodes):
     on_cpu = sampling_tensors(PARAMS, 40000)
     tensors = [field.name for field in fields(SamplingTensors) if isinstance(getattr(on_cpu, field.name), torch.Tensor)]
     sampling = replace(on_cpu, **{name: getattr(on_cpu, name).to(GPU) for name in tensors})
-    probs = fastest_sampling(GPU)(logits, sampling, slice(None))
+    probs = fastest_sampling(GPU).probs(logits, sampling, slice(None))
     torch.testing.assert_close(probs, target_probs(logits, sampling, slice(None)), atol=1e-4, rtol=1e-3)

@@ -208,5 +208,5 @@ def test_parts_that_are_no_text(client, kind, message):
 def test_routes_that_are_not_supported(client):
     with pytest.raises(openai.NotFoundError, match="/v1/files is not supported; send each"):
         client.files.list()
-    with pytest.raises(openai.NotFoundError, match="/v1/embeddings is not supported; this server generates text"):
+    with pytest.raises(openai.NotFoundError, match="/v1/embeddings is not supported; send the request"):
         client.embeddings.create(model="nano", input="x")

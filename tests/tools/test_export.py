@@ -355,7 +355,7 @@ def test_every_command_has_the_k():
     draft = Draft(path="/e/d", target="/t", target_gguf="/t.gguf", k=7)
     modelfile = ENGINES["ollama"].recipe(Kind.DFLASH).files(draft)["Modelfile"]
     assert modelfile.splitlines() == ["FROM /t.gguf", "DRAFT /e/d/dflash.gguf", "PARAMETER draft_num_predict 7"]
-    with pytest.raises(OutriderError, match="use one of"):
+    with pytest.raises(OutriderError, match="use vllm, sglang"):
         engine_of("x")
 
 

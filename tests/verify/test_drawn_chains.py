@@ -100,11 +100,35 @@ def test_native_chains_equal_python_chains(vocab, piece, dtype, keep, filters, f
     assert num_empty >= (9 if piece == 5 else 0)
 
 
+@pytest.mark.parametrize("draw", list(Draw))
+def test_native_chains_with_penalties_equal_python_chains(draw, folder):
+    """Each draft token counts in the penalties of the next ones."""
+    params = {"repetition_penalty": 1.5, "frequency_penalty": 0.8, "logit_bias": {7: 3.0, 9: -9.0}, "min_tokens": 4}
+    runs = []
+    for is_python in (False, True):
+        draft = PlainTarget(model_of(folder)) if is_python else model_of(folder)
+        seqs = make_seqs(random.Random(1), filters=(params, {"top_k": 9, **params}, params, {}))
+        proposer = proposer_of(draft, tiny.VOCAB, draw)
+        for seq in seqs:
+            proposer.admit(seq.slot, seq.request)
+        runs.append((proposer, seqs))
+    for _ in range(6):
+        native, python = (run_round(proposer, seqs, (4, 2, 5, 3), 0.0) for proposer, seqs in runs)
+        assert native.width == python.width
+        assert sum(native.width) >= 11
+        for b, width in enumerate(native.width):
+            assert native.tokens[b, :width].tolist() == python.tokens[b, :width].tolist()
+            assert native.kind[b, :width].tolist() == python.kind[b, :width].tolist()
+            if draw is not Draw.ARGMAX:
+                expected = python.q.padded()[b, :width]
+                assert torch.allclose(native.q.padded()[b, :width], expected, rtol=1e-5, atol=1e-9)
+
+
 @pytest.mark.parametrize("draw", [Draw.ARGMAX, Draw.RACE])
 def test_argmax_and_race_drafts_do_not_depend_on_the_code_path(draw, folder):
     runs = []
     for use_probs in (False, True):
-        model = model_of(folder)
+        model = PlainTarget(model_of(folder)) if use_probs else model_of(folder)
         seqs = make_seqs(random.Random(1))
         for seq in seqs if use_probs else ():  # this penalty changes nothing, but it needs probabilities
             params = replace(seq.request.params, repetition_penalty=1 + 1e-12)

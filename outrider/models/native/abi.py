@@ -128,9 +128,30 @@ class CChain(ctypes.Structure):
     _fields_ = (
         *_pointers("slot", "position", "entry", "budget", "weight", "bias", "end_ids"),
         *_pointers("token", "count", "scored", "margin", "accept_prob"),
-        *_pointers("min_draft_prob", "params", "uniform", "race_keys", "q", "q_index"),
+        *_pointers("min_draft_prob", "params", "adjustment", "uniform", "race_keys", "q", "q_index"),
         ("min_path_prob", ctypes.c_float),
         *_integers("batch_size", "depth", "vocab", "num_weights", "num_end_ids"),
+    )
+
+
+class CAdjustment(ctypes.Structure):
+    """`Adjustment` of adjust.h: how the logits of a sequence are changed."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        *_pointers("token", "bias_id", "bias", "end_id"),
+        *_integers("num_tokens", "num_prompt", "num_biases", "num_ends", "minimum"),
+        *_floats("repetition", "presence", "frequency"),
+    )
+
+
+class CAdjustments(ctypes.Structure):
+    """`Adjustments` of rules.cpp: logits to change, and the paths of draft tokens before them."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        *_pointers("sequence", "logits", "adjusted", "row", "of", "begin", "depth", "path"),
+        *_integers("count", "vocab", "nodes"),
     )
 
 
@@ -183,6 +204,8 @@ _STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CPass,
     CChain,
     CSamplingParams,
+    CAdjustment,
+    CAdjustments,
     CDistributions,
     CVerification,
     CSuffixDraft,

@@ -12,6 +12,7 @@ import torch
 from outrider.core.draws import Draws
 from outrider.core.types import DraftChains, Packed, StopRule
 from outrider.models.native.abi import CChain, Columns, PassOutput
+from outrider.models.native.adjustments import Adjustments
 
 _NEVER_STOP = StopRule(weight=(0.0,), bias=(0.0,))
 
@@ -118,6 +119,7 @@ class _ChainInputs:
         self._params = array("f", [value for fields in draws.params for value in fields]) if draws else None
         self._uniform = draws.uniform.contiguous() if draws and draws.uniform is not None else None
         self._race_keys = draws.race_keys.contiguous() if draws and draws.race_keys is not None else None
+        self._adjustments = Adjustments(draws.adjusted) if draws and draws.adjusted else None
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of `CChain` that the kernels read."""
@@ -131,6 +133,7 @@ class _ChainInputs:
             "end_ids": _address(self._end_ids),
             "min_draft_prob": _address(self._min_draft_prob),
             "params": 0 if self._params is None else _address(self._params),
+            "adjustment": self._adjustments.address if self._adjustments else 0,
             "uniform": _tensor_address(self._uniform),
             "race_keys": _tensor_address(self._race_keys),
             "min_path_prob": self._min_path_prob,

@@ -104,6 +104,8 @@ def _declare_functions(code: ctypes.CDLL) -> None:
     code.outrider_copy_choices.restype = None
     code.outrider_verify.argtypes = (pointer,)
     code.outrider_verify.restype = None
+    code.outrider_adjust.argtypes = (pointer,)
+    code.outrider_adjust.restype = None
     code.outrider_target_probs.argtypes = (pointer,)
     code.outrider_target_probs.restype = None
     code.outrider_pack_blocks.argtypes = (ctypes.c_char_p, pointer)

@@ -10,7 +10,7 @@ import torch
 from outrider.core import noise
 from outrider.models.native import rules, sampling
 from outrider.verify.rules import Verifier
-from outrider.verify.sampling import ProbsFunction
+from outrider.verify.sampling import SamplingKernels
 
 
 def fastest_verifier(verifier: Verifier, device: torch.device) -> Verifier:
@@ -22,12 +22,12 @@ def fastest_verifier(verifier: Verifier, device: torch.device) -> Verifier:
     return rules.fastest_verifier(verifier, device)
 
 
-def fastest_sampling(device: torch.device) -> ProbsFunction:
-    """Return the fastest `target_probs` for the device. All give the same results, up to rounding."""
+def fastest_sampling(device: torch.device) -> SamplingKernels:
+    """Return the fastest functions for the device. All give the same results, up to rounding."""
     if _has_triton(device):
         from outrider.models.triton.sampling import target_probs
 
-        return target_probs
+        return SamplingKernels(probs=target_probs)
     return sampling.fastest_sampling(device)
 
 

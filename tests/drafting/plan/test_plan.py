@@ -512,7 +512,7 @@ def test_auto_draft_length_gives_the_output_of_plain_decoding(tmp_path, monkeypa
         llm = LLM(None, k=k, max_num_seqs=2, max_model_len=96, dtype="float32")
         outputs.append([completion.token_ids for completion in llm.generate(prompts, params)])
     assert outputs[0] == outputs[1]
-    with pytest.raises(OutriderError, match="k is 'many'; use a number of draft tokens"):
+    with pytest.raises(OutriderError, match="k is 'many', a string; use a number of draft tokens"):
         LLM(embedded("nano"), k="many")
 
 

@@ -400,7 +400,7 @@ def test_errors_of_invalid_prompt_files(tmp_path, content, message):
         ({"k": 2.5}, "k is 2.5"),
         ({"proposer": ""}, "use none for plain decoding"),
         ({"proposer": "sufix"}, "did you mean suffix?"),
-        ({"proposer": "ngram", "verifier": "block"}, "ngram drafts trees; use one of walk"),
+        ({"proposer": "ngram", "verifier": "block"}, "ngram drafts trees; use walk, coupled"),
         ({"samples": 10}, "samples is 10"),
         ({"tokens": 1}, "tokens is 1"),
         ({"threads": 0}, "threads is 0"),

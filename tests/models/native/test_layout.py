@@ -36,7 +36,7 @@ WRONG = {
         "has needs_fusion (4 bytes from byte 104), and the compiled kernels have state (8 bytes from byte 104)",
     ),
     "swapped numbers": (swapped(CLayer, "window", "rotary"), "has rotary (4 bytes from byte 624)"),
-    "swapped pointers": (swapped(CChain, "q", "q_index"), "has q_index (8 bytes from byte 128)"),
+    "swapped pointers": (swapped(CChain, "q", "q_index"), "has q_index (8 bytes from byte 136)"),
     "missing last field": (without(CModel, "logit_cap"), "has no further field"),
     "further field": (changed(CLayer, [*CLayer._fields_, ("extra", ctypes.c_int64)]), "have no further field"),
     "other type": (

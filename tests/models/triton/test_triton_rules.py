@@ -221,7 +221,7 @@ def test_gpus_from_ampere_on_use_triton(monkeypatch):
     device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert all(fastest_verifier(verifier, device).packed is not verifier.packed for verifier in EXACT.values())
-    assert fastest_sampling(device).__module__ == "outrider.models.triton.sampling"
+    assert fastest_sampling(device).probs.__module__ == "outrider.models.triton.sampling"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert all(fastest_verifier(verifier, device) is verifier for verifier in EXACT.values())
 

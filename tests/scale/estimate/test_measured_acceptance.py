@@ -107,5 +107,5 @@ def test_errors_of_unreadable_benchmark_files(tmp_path):
             read_bench(str(tmp_path / name))
     file = tmp_path / "bench.json"
     file.write_text(json.dumps(bench_document()))
-    with pytest.raises(OutriderError, match="has no category 'poems'; use one of overall"):
+    with pytest.raises(OutriderError, match="has no category 'poems'; use overall"):
         read_bench(str(file), category="poems")

@@ -128,7 +128,7 @@ def test_an_update_inside_of_a_completion(shelf, changed, kernels):
 
 
 @native
-@pytest.mark.parametrize("proposer", ["quantized:int4", "exit:1", "skip:0"])
+@pytest.mark.parametrize("proposer", ["quantized:int8", "exit:1", "skip:0"])
 def test_a_draft_of_the_target_follows_it(shelf, tmp_path, changed, proposer):
     weights = changed(shelf / "policy", scale=0.3)
     settings = {"proposer": proposer, "dtype": "bfloat16", "verifier": "coupled"}

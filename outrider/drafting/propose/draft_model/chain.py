@@ -44,7 +44,7 @@ class DraftModelProposer:
         self._sampler = model if isinstance(model, ChainSampler) else None
         self._window = find_window(model)
         self._sampling = BatchSampling(setup.vocab, setup.device)
-        self._probs_function = fastest_sampling(setup.device)
+        self._kernels = fastest_sampling(setup.device)
         self._inverse_cdf = fastest_inverse_cdf(setup.device)
         self._batch: Batch | None = None  # what the draft model has staged in this round
         self._draft = tree.empty(1, setup.device)  # the draft for the sequences of `_batch`
@@ -218,13 +218,18 @@ class DraftModelProposer:
         model = self._model
         vocab = self._setup.vocab
         draw = self._setup.draw
-        # Unmodified logits have the same likeliest token as the distribution after sampling
-        # parameters.
+        # Temperature and filters do not change which token is the likeliest one.
         if sampling.plain_greedy or (sampling.unmodified and draw is Draw.ARGMAX):
             return model.draft_greedy(batch, vocab, stop_rule)
-        if sampling.unmodified and self._sampler:
-            return self._sampler.draft_sampled(batch, vocab, self._draws(batch), stop_rule)
-        return None
+        if self._sampler is None:
+            return None
+        draws = self._draws(batch)
+        if not sampling.unmodified:
+            draws = replace(draws, adjusted=batch.seqs)
+        if draw is Draw.ARGMAX or sampling.all_greedy:
+            draws = replace(draws, params=tuple(params._replace(temperature=0.0) for params in draws.params))
+            return replace(self._sampler.draft_sampled(batch, vocab, draws, stop_rule), q=None)
+        return self._sampler.draft_sampled(batch, vocab, draws, stop_rule)
 
     def _draws(self, batch: Batch) -> Draws:
         """Return the randomness of the draft tokens of a round."""
@@ -247,7 +252,7 @@ class DraftModelProposer:
             if builder.depth:
                 scores = self._model.score(batch, draft, first=builder.depth - 1)
             logits = fit_vocabulary(scores.logits, self._setup.vocab)
-            q = apply_sampling(logits, sampling, draft, last=True, probs_function=self._probs_function)[:, 0]
+            q = apply_sampling(logits, sampling, draft, last=True, kernels=self._kernels)[:, 0]
             # The distribution of a greedy sequence is one-hot. Taking the argmax is the fastest way
             # to its token.
             chosen = q.argmax(-1) if sampling.all_greedy else self._choose_token(q, noise, uniform, builder.depth)

@@ -5,6 +5,7 @@
 // the pass.
 #include <chrono>
 
+#include "adjust.h"
 #include "experts.h"
 #include "layout.h"
 #include "sampling.h"
@@ -92,6 +93,7 @@ struct Chain {
   float *margin, *accept_prob;             // [batch_size][depth] difference of the two largest logits; of the path
   const float* min_draft_prob;             // [batch_size] a sequence stops below [n - 1] if n sequences still draft
   const SamplingParams* params;            // [batch_size]; null: greedy
+  const Adjustment* adjustment;            // [batch_size] of the logits; null: none
   const double* uniform;                   // [batch_size][depth] in [0, 1): samples the draft tokens
   const int64_t* race_keys;                // [batch_size][depth] samples them by a race instead; null: by `uniform`
   float* q;                                // [sampled draft tokens][vocab] distributions they were sampled from
@@ -114,9 +116,11 @@ OUTRIDER_LAYOUT(Model, layer, embedding, norm, frequency, rotary_scale, entry, i
 OUTRIDER_LAYOUT(Pass, token, position, slot, entry, prefix, tail_begin, tail, output_columns, logits, best,
                 export_layers, hidden_states, moments, state, needs_fusion, num_columns, num_outputs, num_exports)
 OUTRIDER_LAYOUT(Chain, slot, position, entry, budget, weight, bias, end_ids, token, count, scored, margin, accept_prob,
-                min_draft_prob, params, uniform, race_keys, q, q_index, min_path_prob, batch_size, depth, vocab,
+                min_draft_prob, params, adjustment, uniform, race_keys, q, q_index, min_path_prob, batch_size, depth, vocab,
                 num_weights, num_end_ids)
 OUTRIDER_LAYOUT(SamplingParams, temperature, top_k, top_p, min_p)
+OUTRIDER_LAYOUT(Adjustment, token, bias_id, bias, end_id, num_tokens, num_prompt, num_biases, num_ends, minimum,
+                repetition, presence, frequency)
 
 namespace {
 
@@ -188,9 +192,13 @@ class Decoder {
       for (int b : active)
         if (chain.params && chain.params[b].temperature > 0) chain.q_index[b * chain.depth + depth] = sampled++;
       const auto extend = [&](int i) {
-        const float* logits = &logits_[size_t(i) * model_.head.outputs];
-        stopped[active[i]] =
-            add_draft_token(chain, active[i], depth, best_[i], logits, chain.min_draft_prob[num_active - 1]);
+        const int b = active[i];
+        float* logits = &logits_[size_t(i) * model_.head.outputs];
+        if (chain.adjustment && best_[i] >= 0) {
+          adjust(logits, model_.head.outputs, chain.adjustment[b], chain.token + size_t(b) * chain.depth, depth, model_.id);
+          best_[i] = likeliest(logits, num_candidates_);
+        }
+        stopped[b] = add_draft_token(chain, b, depth, best_[i], logits, chain.min_draft_prob[num_active - 1]);
       };
       parallel_for(num_active, extend, chain.params ? model_.threads : 1);
       const auto done = [&](int b) { return chain.budget[b] <= depth + 1 || stopped[b]; };

@@ -1,5 +1,6 @@
 // Sampling parameters and exact verification rules on the CPU. Each function computes what the Python function of the
 // same name in verify/sampling.py or verify/rules.py does, in one call.
+#include "adjust.h"
 #include "layout.h"
 #include "parallel.h"
 #include "sampling.h"
@@ -19,6 +20,17 @@ extern "C" struct Distributions {
   int32_t count, vocab, nodes;   // each sequence has `nodes` distributions, one after another
 };
 
+// Copies of logits to change. Each row has a path of draft tokens after the text of its sequence.
+extern "C" struct Adjustments {
+  const Adjustment* sequence;     // [sequences]
+  const float* logits;            // [count, vocab]
+  float* adjusted;                // [count, vocab] result
+  const int32_t *row, *of;        // [nodes] the row of a node, and its sequence
+  const int32_t *begin, *depth;   // [nodes] where its path begins in `path`, and how long it is
+  const int32_t* path;
+  int32_t count, vocab, nodes;
+};
+
 extern "C" struct Verification {
   const int64_t *token, *parent, *kind;  // [B, N]
   const int64_t* count;                  // [B]
@@ -33,6 +45,7 @@ extern "C" struct Verification {
 };
 
 OUTRIDER_LAYOUT(Distributions, logits, probs, params, count, vocab, nodes)
+OUTRIDER_LAYOUT(Adjustments, sequence, logits, adjusted, row, of, begin, depth, path, count, vocab, nodes)
 OUTRIDER_LAYOUT(Verification, token, parent, kind, count, p, p_index, q, q_index, seed, first, path, accepted, bonus,
                 logprob, batch_size, nodes, vocab, rule)
 
@@ -263,6 +276,15 @@ class SequenceVerifier {
 
 // Return on how many threads some sequences or distributions are processed. Few take less time than waking a team.
 static int threads_for(int count) { return count > 3 ? max_threads() : 1; }
+
+extern "C" void outrider_adjust(const Adjustments* all) {
+  std::copy_n(all->logits, size_t(all->count) * all->vocab, all->adjusted);
+  const auto change = [&](int n) {
+    adjust(all->adjusted + size_t(all->row[n]) * all->vocab, all->vocab, all->sequence[all->of[n]],
+           all->path + all->begin[n], all->depth[n]);
+  };
+  parallel_for(all->nodes, change, threads_for(all->nodes));
+}
 
 extern "C" void outrider_target_probs(const Distributions* d) {
   const auto transform = [&](int i) {
