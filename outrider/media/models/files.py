@@ -1,12 +1,13 @@
 """The files of a set of models: config.json, and a safetensors file for each network."""
 
 import json
+import lzma
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from torch import nn
 
 from outrider.errors import OutriderError
@@ -35,9 +36,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_weights(networks: Any, folder: Path) -> None:
-    """Load the weights of all networks of a record, in float32."""
+    """Load the weights of all networks of a record, in float32. The files of the embedded set are compressed."""
     for name, module in _modules(networks).items():
-        module.load_state_dict(load_file(folder / f"{name}.safetensors"))
+        file = folder / f"{name}.safetensors"
+        packed = folder / f"{file.name}.xz"
+        module.load_state_dict(load(lzma.decompress(packed.read_bytes())) if packed.is_file() else load_file(file))
         module.eval().requires_grad_(False)
 
 

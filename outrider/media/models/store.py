@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from lzma import LZMAError
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -110,7 +111,7 @@ def load_models(
         networks = _load_networks(config, path)
         decoder = StreamingDecoder(networks.decoder)
         return VideoModels(video=networks.video, **_shared_parts(networks, decoder, eager_commits, clock))
-    except (OSError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+    except (OSError, KeyError, TypeError, RuntimeError, SafetensorError, LZMAError) as error:
         reason = str(error).partition("\n")[0]
         raise OutriderError(
             f"the models in {path} cannot be loaded ({type(error).__name__}: {reason}); copy the folder again"
