@@ -49,7 +49,6 @@ _DAMPING = 0.01  # share of the mean importance that is added to that of each in
 _WHOLE = frozenset({"bias", "order"})  # parts of a packed weight that do not belong to its panels
 Packed = PackedWeight | PackedBlocks
 _log = logging.getLogger("outrider")
-_LAST = "down"  # packed weight of a layer that is multiplied last
 _OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"
 # The parts of a layer with experts, by the name of the packed weight.
 _EXPERTS = {"router": ("mlp.gate",), "gate_up": ("mlp.experts.gate_up_proj",), "down": ("mlp.experts.down_proj",)}
@@ -441,7 +440,7 @@ class Decoder(Passes):
         if isinstance(source, PackedExperts):
             return replace(source, packed=_requantized(source.packed, self._bits, self._memory_for(name)))
         # No later layer reduces the error of the last one, which is a small part of the weights.
-        bits = self._head_bits if name == f"{self._stack[-1]}.{_LAST}" else self._bits_of(name)
+        bits = self._head_bits if name == f"{self._stack[-1]}.down" else self._bits_of(name)
         return _requantized(source, bits, self._memory_for(name), self._importance.get(name))
 
     def _bits_of(self, name: str) -> int:

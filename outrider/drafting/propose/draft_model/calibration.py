@@ -29,9 +29,9 @@ def calibrated_copy(target: SelfDraftTarget, bits: int, setup: ProposerSetup) ->
         bits: of the copy.
         setup: of the proposer.
     """
-    tokens = _TOKENS * len(read_prompts())
-    calibrates = bits == 4 and isinstance(target, NativeTarget) and setup.ranks == 1 and setup.tokenizer is not None
-    if not calibrates or not isinstance(target, NativeTarget) or target.pass_operations(tokens) > _MOST_OPERATIONS:
+    if bits != 4 or not isinstance(target, NativeTarget) or setup.ranks > 1 or setup.tokenizer is None:
+        return target.make_requantized(bits)
+    if target.pass_operations(_TOKENS * len(read_prompts())) > _MOST_OPERATIONS:
         return target.make_requantized(bits)
 
     def measure() -> dict[str, torch.Tensor]:
