@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from outrider.core.params import is_whole
 from outrider.errors import OutriderError, either
 
 # Names of SGLang's options by vLLM's keys.
@@ -19,7 +20,7 @@ _METHODS = ("ngram", "suffix", *_OWN_HEADS, *_DRAFTS)
 
 
 class Speculation(NamedTuple):
-    """What drafts, and how much."""
+    """A proposer and a draft length."""
 
     proposer: str
     k: int | None  # None: the planner chooses
@@ -44,7 +45,7 @@ def read_speculative_config(text: str) -> Speculation:
         _SGLANG.get(str(name), str(name)): value for name, value in fields.items() if value is not None
     }
     k = named.get("num_speculative_tokens")
-    if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
+    if k is not None and (not is_whole(k) or k < 1):
         raise _mistake(f"has num_speculative_tokens {k!r}", "use a whole number of at least 1")
     return Speculation(_proposer(named), k)
 
