@@ -13,6 +13,7 @@ from errno import EDQUOT, ENOSPC
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -47,9 +48,8 @@ def load_library() -> Library:
     """Load the kernels. Without prebuilt ones, compile them first if no earlier run has.
 
     Raises:
-        MissingKernels: OUTRIDER_KERNEL_BUILD names no build that runs here, or the kernels are not
-            prebuilt, and there is no compiler, the compiler fails, or the cache folder cannot be
-            written.
+        MissingKernels: OUTRIDER_KERNEL_BUILD names a build that does not run here. Or the kernels are not prebuilt, and
+            there is no compiler, the compiler fails, or the cache folder cannot be written.
     """
     prebuilt = find_prebuilt()
     if prebuilt:
@@ -89,47 +89,33 @@ def is_available() -> bool:
 
 
 def _declare_functions(code: ctypes.CDLL) -> None:
-    pointer = ctypes.c_void_p
-    code.outrider_open.argtypes = (pointer,)
-    code.outrider_open.restype = pointer
-    code.outrider_close.argtypes = (pointer,)
-    code.outrider_close.restype = None
-    code.outrider_run.argtypes = (pointer, pointer)
-    code.outrider_run.restype = None
-    code.outrider_draft_chains.argtypes = (pointer, pointer, pointer)
-    code.outrider_draft_chains.restype = None
-    code.outrider_touched_experts.argtypes = (pointer,)
-    code.outrider_touched_experts.restype = ctypes.c_int64
-    code.outrider_copy_choices.argtypes = (pointer, pointer)
-    code.outrider_copy_choices.restype = None
-    code.outrider_verify.argtypes = (pointer,)
-    code.outrider_verify.restype = None
-    code.outrider_adjust.argtypes = (pointer,)
-    code.outrider_adjust.restype = None
-    code.outrider_target_probs.argtypes = (pointer,)
-    code.outrider_target_probs.restype = None
-    code.outrider_pack_blocks.argtypes = (ctypes.c_char_p, pointer)
-    code.outrider_pack_blocks.restype = None
-    code.outrider_pack_integers.argtypes = (pointer, ctypes.c_int)
-    code.outrider_pack_integers.restype = None
-    code.outrider_transpose_integers.argtypes = (pointer, pointer, ctypes.c_int, ctypes.c_int)
-    code.outrider_transpose_integers.restype = None
-    code.outrider_dequantize.argtypes = (ctypes.c_char_p, pointer)
-    code.outrider_dequantize.restype = None
-    code.outrider_unpack.argtypes = (pointer, ctypes.c_int32, ctypes.c_int32, pointer)
-    code.outrider_unpack.restype = None
-    code.outrider_quantize.argtypes = (pointer, pointer, ctypes.c_int32, pointer)
-    code.outrider_quantize.restype = None
-    code.outrider_suffix_open.argtypes = ()
-    code.outrider_suffix_open.restype = pointer
-    code.outrider_suffix_close.argtypes = (pointer,)
-    code.outrider_suffix_close.restype = None
-    code.outrider_suffix_extend.argtypes = (pointer, pointer, ctypes.c_int32)
-    code.outrider_suffix_extend.restype = None
-    code.outrider_suffix_bytes.argtypes = (pointer,)
-    code.outrider_suffix_bytes.restype = ctypes.c_int64
-    code.outrider_suffix_draft.argtypes = (pointer, pointer)
-    code.outrider_suffix_draft.restype = None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int32
+    signatures: dict[str, tuple[Any, ...]] = {  # the type of the result, then those of the arguments
+        "open": (pointer, pointer),
+        "close": (None, pointer),
+        "run": (None, pointer, pointer),
+        "draft_chains": (None, pointer, pointer, pointer),
+        "touched_experts": (ctypes.c_int64, pointer),
+        "copy_choices": (None, pointer, pointer),
+        "verify": (None, pointer),
+        "adjust": (None, pointer),
+        "target_probs": (None, pointer),
+        "pack_blocks": (None, ctypes.c_char_p, pointer),
+        "pack_integers": (None, pointer, integer),
+        "transpose_integers": (None, pointer, pointer, integer, integer),
+        "dequantize": (None, ctypes.c_char_p, pointer),
+        "unpack": (None, pointer, integer, integer, pointer),
+        "quantize": (None, pointer, pointer, integer, pointer),
+        "suffix_open": (pointer,),
+        "suffix_close": (None, pointer),
+        "suffix_extend": (None, pointer, pointer, integer),
+        "suffix_bytes": (ctypes.c_int64, pointer),
+        "suffix_draft": (None, pointer, pointer),
+    }
+    for name, (result, *arguments) in signatures.items():
+        function = getattr(code, f"outrider_{name}")
+        function.restype = result
+        function.argtypes = arguments
 
 
 def find_compiler() -> str:
