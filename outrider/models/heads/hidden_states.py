@@ -74,7 +74,7 @@ class HiddenStates:
         return last if states.shape[1] == 1 else torch.cat([states[:, :-1], last], 1)
 
     def read_raw(self, slot: int, begin: int, end: int) -> torch.Tensor:
-        """Return the same states as the layers put them out, before any norm."""
+        """Return the same states as the layers output them, before any norm."""
         parts = self.parts(slot, begin, end)
         if not parts:
             num_layers = len(self._description.aux_states.layers)
