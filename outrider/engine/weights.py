@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.core.params import is_whole
 from outrider.core.proposer import WeightFollower
 from outrider.core.target import SleepingTarget, WeightSharer
 from outrider.drafting.propose.leaves import draft_models, leaves
@@ -229,6 +230,6 @@ def _tied(checkpoint: Checkpoint, new: Mapping[str, torch.Tensor]) -> frozenset[
 def _next_version(version: int | None, current: int) -> int:
     if version is None:
         return current + 1
-    if not isinstance(version, int) or isinstance(version, bool) or version <= current:
+    if not is_whole(version) or version <= current:
         raise OutriderError(f"version is {version!r}, and the current one is {current}; use a whole number above it")
     return version

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from outrider.core.params import is_whole
 from outrider.errors import OutriderError
 from outrider.verify.relaxed.groups import OverlappingGroups
 from outrider.verify.rules import TargetFacts
@@ -227,7 +228,7 @@ def _read_json(path: Path) -> Table:
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return is_whole(value) and value >= 0
 
 
 def _check_distinct(path: Path, tokens: Sequence[int]) -> None:

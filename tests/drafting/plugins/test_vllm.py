@@ -229,7 +229,10 @@ def test_a_proposer_that_fails_costs_drafts_only(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"outrider_history": 5}, "outrider_history is no setting of the drafts; use outrider_proposer or outrider_k"),
+        (
+            {"outrider_history": 5},
+            "outrider_history is not a setting of the drafts; use outrider_proposer or",
+        ),
         ({"outrider_k": 9}, 'outrider_k is 9; use "auto", or a whole number of draft tokens from 0 to the 4 that'),
         ({"outrider_k": "4"}, "outrider_k is '4', a string; use \"auto\", or a whole number"),
         ({"outrider_k": [4]}, "outrider_k is [4], a value of the type list"),
