@@ -36,8 +36,8 @@ class EngineConfig:
     """Folder of a language model, a GGUF file, or a model of the Hugging Face Hub: org/name, org/name@revision or
     org/name:Q4_K_M. Default: @mini, an embedded model."""
     proposer: Annotated[str | Callable[..., Any] | None, Option("NAME", MODEL)] = None
-    """What drafts. Without a model: none, ngram[:MIN-MAX], suffix[:TOKENS], recycle, lookahead[:WxNxG], group[:TOKENS],
-    retrieval:DIR[:MIN], replay:FILE. A draft model or a trained head: draft:DIR, tree:DIR,
+    """How to draft tokens. Without a model: none, ngram[:MIN-MAX], suffix[:TOKENS], recycle, lookahead[:WxNxG],
+    group[:TOKENS], retrieval:DIR[:MIN], replay:FILE. A draft model or a trained head: draft:DIR, tree:DIR,
     cascade:DIR; with another vocabulary: draft-tokens:DIR, draft-text:DIR. The target itself: mtp,
     quantized:int4, exit:LAYERS, skip:A+B. Your own: pkg.module:Class, or in Python a callable that
     takes a setup and returns a proposer. Combinations: best(A,B), merge(A,B), first(A,B),

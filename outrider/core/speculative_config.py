@@ -30,14 +30,14 @@ def read_speculative_config(text: str) -> Speculation:
     """Return what a JSON object in the form of vLLM or SGLang asks for.
 
     Raises:
-        OutriderError: it is no JSON object, or has an unknown key or value; the message names the known ones.
+        OutriderError: it is not a JSON object, or has an unknown key or value; the message names the known ones.
     """
     try:
         fields = json.loads(text)
     except json.JSONDecodeError as error:
-        raise _mistake(f"is no JSON ({error})", 'write for example {"method": "ngram"}') from error
+        raise _mistake(f"is not JSON ({error})", 'write for example {"method": "ngram"}') from error
     if not isinstance(fields, dict):
-        raise _mistake("is no JSON object", 'write for example {"method": "ngram"}')
+        raise _mistake("is not a JSON object", 'write for example {"method": "ngram"}')
     for name in fields:
         if name not in (*_KEYS, *_SGLANG):
             raise _mistake(f"has the key {name!r}", f"use {either((*_KEYS, *_SGLANG))}")

@@ -18,7 +18,7 @@ _KEYS = ("proposer", "k")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """What a plug-in knows of the engine that it runs in."""
+    """The facts of the engine that a plug-in runs in."""
 
     vocab: int  # number of ids that the target has logits for
     slots: int  # most sequences of a step
@@ -30,14 +30,14 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginSettings:
-    """What a user chooses."""
+    """The settings of a user."""
 
     proposer: str = DEFAULT_PROPOSER
     k: int | str = AUTO  # draft tokens of a sequence in a step; auto: the planner chooses
 
     @classmethod
     def read(cls, fields: Mapping[str, Any], *, prefix: str, most: int) -> PluginSettings:
-        """Return the settings in `fields`, whose names begin with `prefix`. Other names are not ours.
+        """Return the settings in `fields`, whose names begin with `prefix`. Other names are ignored.
 
         Args:
             fields: values by name.
