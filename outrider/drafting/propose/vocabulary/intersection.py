@@ -108,7 +108,7 @@ class SharedVocabulary(WrappedTarget):
     def translate_batch(self, batch: Batch) -> Batch:
         """Return the batch with its feeds in the draft model's ids."""
         draft_ids = self.vocabulary_map.draft_ids
-        return replace(batch, feed=tuple(tuple(draft_ids[id] for id in feed) for feed in batch.feed))
+        return replace(batch, feed=tuple(tuple(map(draft_ids.__getitem__, feed)) for feed in batch.feed))
 
     def translate_draft(self, draft: Draft) -> Draft:
         """Return the draft with its tokens in the draft model's ids."""
