@@ -7,13 +7,13 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from types import MappingProxyType
 
 import torch
 
@@ -88,34 +88,40 @@ def is_available() -> bool:
         return False
 
 
-def _declare_functions(code: ctypes.CDLL) -> None:
-    pointer, integer = ctypes.c_void_p, ctypes.c_int32
-    signatures: dict[str, tuple[Any, ...]] = {  # the type of the result, then those of the arguments
-        "open": (pointer, pointer),
-        "close": (None, pointer),
-        "run": (None, pointer, pointer),
-        "draft_chains": (None, pointer, pointer, pointer),
-        "touched_experts": (ctypes.c_int64, pointer),
-        "copy_choices": (None, pointer, pointer),
-        "verify": (None, pointer),
-        "adjust": (None, pointer),
-        "target_probs": (None, pointer),
-        "pack_blocks": (None, ctypes.c_char_p, pointer),
-        "pack_integers": (None, pointer, integer),
-        "transpose_integers": (None, pointer, pointer, integer, integer),
-        "dequantize": (None, ctypes.c_char_p, pointer),
-        "unpack": (None, pointer, integer, integer, pointer),
-        "quantize": (None, pointer, pointer, integer, pointer),
-        "suffix_open": (pointer,),
-        "suffix_close": (None, pointer),
-        "suffix_extend": (None, pointer, pointer, integer),
-        "suffix_bytes": (ctypes.c_int64, pointer),
-        "suffix_draft": (None, pointer, pointer),
+_POINTER = ctypes.c_void_p
+# The types of the arguments and of the result of each function, by its name without "outrider_".
+_FUNCTIONS: Mapping[str, tuple[tuple[type, ...], type | None]] = MappingProxyType(
+    {
+        "open": ((_POINTER,), _POINTER),
+        "close": ((_POINTER,), None),
+        "run": ((_POINTER, _POINTER), None),
+        "draft_chains": ((_POINTER, _POINTER, _POINTER), None),
+        "touched_experts": ((_POINTER,), ctypes.c_int64),
+        "copy_choices": ((_POINTER, _POINTER), None),
+        "verify": ((_POINTER,), None),
+        "adjust": ((_POINTER,), None),
+        "target_probs": ((_POINTER,), None),
+        "logprobs": ((_POINTER,), None),
+        "pack_blocks": ((ctypes.c_char_p, _POINTER), None),
+        "pack_integers": ((_POINTER, ctypes.c_int), None),
+        "transpose_integers": ((_POINTER, _POINTER, ctypes.c_int, ctypes.c_int), None),
+        "dequantize": ((ctypes.c_char_p, _POINTER), None),
+        "unpack": ((_POINTER, ctypes.c_int32, ctypes.c_int32, _POINTER), None),
+        "quantize": ((_POINTER, _POINTER, ctypes.c_int32, _POINTER), None),
+        "suffix_open": ((), _POINTER),
+        "suffix_close": ((_POINTER,), None),
+        "suffix_extend": ((_POINTER, _POINTER, ctypes.c_int32), None),
+        "suffix_bytes": ((_POINTER,), ctypes.c_int64),
+        "suffix_draft": ((_POINTER, _POINTER), None),
     }
-    for name, (result, *arguments) in signatures.items():
+)
+
+
+def _declare_functions(code: ctypes.CDLL) -> None:
+    for name, (arguments, result) in _FUNCTIONS.items():
         function = getattr(code, f"outrider_{name}")
-        function.restype = result
         function.argtypes = arguments
+        function.restype = result
 
 
 def find_compiler() -> str:
