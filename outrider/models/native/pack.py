@@ -109,7 +109,7 @@ class PackedWeight:
         """Return the weight [outputs, inputs] of the kernels: bfloat16 if it has 16 bits, else float32."""
         outputs, inputs = self.shape
         if self.scale is None:
-            rows = self.words.transpose(1, 2).reshape(-1, self.words.shape[1])
+            rows = self.words.transpose(1, 2).reshape(-1, self.words.shape[1]).contiguous()
             return rows.view(FLOAT_DTYPES[self.bits])[:outputs, :inputs]
         return unpack(self.c(), self.shape)
 
