@@ -241,7 +241,7 @@ def test_a_proposer_that_fails_costs_drafts_only(monkeypatch, tmp_path):
         ({"outrider_proposer": "merge(suffix,draft:DIR)"}, "draft needs a model"),
         ({"outrider_proposer": "sufix"}, "did you mean suffix"),
         ({"outrider_proposer": 5}, "outrider_proposer is 5, a value of the type int, and must be a string"),
-        ({"outrider_proposer": "suffix:many"}, "no valid number of tokens"),
+        ({"outrider_proposer": "suffix:many"}, "not a valid number of tokens"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):
