@@ -1,6 +1,6 @@
 """The weights of a model folder for the native kernels, which read them from the mapped files, without transformers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -198,14 +198,10 @@ class _Finder:
                 return _Source(((stored,),))
             owner, _, last = stored.rpartition(".")
             for parts in _EXPERT_PARTS.get(last, ()) if ".experts." in name else ():
-                names = tuple(_expert_names(f"{owner}.{i}", parts) for i in range(experts))
+                names = tuple(tuple(f"{owner}.{i}.{part}.weight" for part in parts) for i in range(experts))
                 if all(map(self._stored.__contains__, chain.from_iterable(names))):
                     return _Source(names)
         return None
-
-
-def _expert_names(expert: str, parts: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"{expert}.{part}.weight" for part in parts)
 
 
 def _shape(stored: Weights, source: _Source) -> torch.Size:
@@ -222,7 +218,7 @@ def _shape(stored: Weights, source: _Source) -> torch.Size:
 
 
 def _expand_different_experts(stored: QuantizedWeights, sources: Mapping[str, _Source]) -> None:
-    """Let experts be dequantized that the kernels cannot multiply together, such as those with orders of inputs."""
+    """Dequantize experts that the kernels cannot multiply together, such as those with orders of inputs."""
     for source in sources.values():
         names = [name for parts in source.names for name in parts]
         weights = [stored[name] for name in names] if source.whole is None else []

@@ -306,15 +306,7 @@ def _joined(rows: Sequence[Scores]) -> Scores:
     layers = rows[0].hidden_states
     return Scores(
         logits=torch.cat([row.logits for row in rows]),
-        hidden_states={layer: _states(rows, layer) for layer in layers},
+        hidden_states={layer: torch.cat([row.hidden_states[layer] for row in rows]) for layer in layers},
         best=torch.cat(best) if len(best) == len(rows) else None,
-        feed_hidden_states={layer: _feeds(rows, layer) for layer in layers},
+        feed_hidden_states={layer: tuple(row.feed_hidden_states[layer][0] for row in rows) for layer in layers},
     )
-
-
-def _states(rows: Sequence[Scores], layer: int) -> torch.Tensor:
-    return torch.cat([row.hidden_states[layer] for row in rows])
-
-
-def _feeds(rows: Sequence[Scores], layer: int) -> tuple[torch.Tensor, ...]:
-    return tuple(row.feed_hidden_states[layer][0] for row in rows)
