@@ -1,6 +1,5 @@
 """The options of `outrider media demo`, `bench` and `tune`."""
 
-import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -8,13 +7,12 @@ from outrider.core.option import MEASURE, MODEL, OUTPUT, Option
 from outrider.errors import OutriderError
 from outrider.lab.common.number_lists import parse_real
 
-_MODEL, _MEASURE, _OUTPUT = "Models", "Measuring", "Output"
 _MIN_PROMPTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaSettings:
-    """What all of these commands load, and how."""
+    """The options of all commands of `outrider media`."""
 
     models: Annotated[str | None, Option("DIR", MODEL)] = None
     """Folder that recipes.video or recipes.audio wrote. Default: the embedded video models."""
@@ -110,7 +108,7 @@ class TuneSettings(MediaSettings):
 def _check(prompts: int, quality: float, least: int) -> None:
     if prompts < least:
         raise OutriderError(f"--num-prompts is {prompts}; use at least {least}")
-    if not (0 < quality <= 1 and math.isfinite(quality)):
+    if not 0 < quality <= 1:
         raise OutriderError(
             f"--quality is {quality}; use a share of target-only's score above 0 and up to 1, such as 0.98"
         )
