@@ -63,7 +63,7 @@ class BenchSettings(MediaSettings):
     rounds: Annotated[int, Option(panel=MEASURE, min=1)] = 5
     """Parts of the prompts that are timed on their own. Speedups are medians over them."""
     thresholds: Annotated[str | None, Option("LIST", MODEL)] = None
-    """Thresholds to compare. Default: those that reject 2, 5, 10, 20, 35 and 60 % of the drafts."""
+    """Thresholds to compare. Default: those that reject 2, 5, 10, 20, 35 and 60% of the drafts."""
     quality: Annotated[float, Option("SHARE", MEASURE)] = 0.98
     """The controls are compared with the fastest gate that has this share of target-only's score."""
     aggregate: Annotated[str, Option("NAME", MODEL)] = "min"
