@@ -44,8 +44,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, ranks: Ranks | None = 
     Args:
         load: loads the models. It is called when the port listens.
         settings: the options of `outrider serve`.
-        ranks: the ranks of tensor parallelism, of which this is the first; the others call
-            `serve.ranks.follow`.
+        ranks: the ranks of tensor parallelism. This process is the first; the others call `serve.ranks.follow`.
 
     Raises:
         OutriderError: a package is missing, or the server cannot listen on the port.

@@ -112,7 +112,7 @@ class ReasoningParser:
         return thought, answer
 
     def _find_lead(self, last: bool) -> bool:
-        """Return whether it is known if the output begins with reasoning."""
+        """Find out whether the output begins with reasoning. Return False if more text is needed to tell."""
         begin = self._buffer.lstrip()
         if self._reasoning.open.startswith(begin) and begin != self._reasoning.open and not last:
             return False

@@ -232,7 +232,7 @@ class CompletionRequest(SamplingFields):
     echo: bool = Field(False, description="Return the prompt before the completion, with its log-probabilities.")
     suffix: str | None = Field(None, description="The text after the completion, for models with tokens for it.")
     best_of: int | None = Field(
-        None, ge=1, description="Completions of each prompt, of which the n likeliest ones are returned."
+        None, ge=1, description="Completions of each prompt. The n likeliest ones are returned."
     )
 
     def num_logprobs(self) -> int | None:
