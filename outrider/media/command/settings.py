@@ -59,7 +59,7 @@ class BenchSettings(MediaSettings):
     """The options of `outrider media bench`."""
 
     num_prompts: Annotated[int, Option("N", MEASURE)] = 200
-    """How many random captions."""
+    """Number of random captions."""
     rounds: Annotated[int, Option(panel=MEASURE, min=1)] = 5
     """Parts of the prompts that are timed on their own. Speedups are medians over them."""
     thresholds: Annotated[str | None, Option("LIST", MODEL)] = None
@@ -70,7 +70,7 @@ class BenchSettings(MediaSettings):
     """How the scores of a block's frames, or windows of audio, become one: min, mean, or window:N, the worst mean of N
     in a row."""
     processor_time: Annotated[bool, Option(panel=MEASURE)] = False
-    """Count the time of the processor instead of that of the wall, for a busy machine. Use it with --threads 1: the
+    """Count processor time instead of wall time, for a busy machine. Use it with --threads 1: the
     time of all threads is added."""
     plot: Annotated[str | None, Option("FILE", OUTPUT)] = None
     """Plot speed against quality: .svg, .png or .pdf. Needs pip install "outrider[plot]"."""
@@ -92,7 +92,7 @@ class TuneSettings(MediaSettings):
     quality: Annotated[float, Option("SHARE", MEASURE)] = 0.98
     """The wanted score as a share of target-only's, such as 0.98."""
     num_prompts: Annotated[int, Option("N", MEASURE)] = 200
-    """How many random captions. Half of them choose the threshold, the others measure it."""
+    """Number of random captions. Half of them choose the threshold, the others measure it."""
     aggregate: Annotated[str, Option("NAME", MODEL)] = "min"
     """How the scores of a block's frames, or windows of audio, become one: min, mean, or window:N, the worst mean of N
     in a row."""

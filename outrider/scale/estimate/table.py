@@ -140,9 +140,9 @@ def _steps(document: dict[str, Any]) -> list[str]:
         return []
     training = document["rl"]
     share = f"{training['generation_share']:.0%}"
-    overlap = f", and {training['overlap']:.0%} of it hides generation" if training["overlap"] else ""
-    limit = "" if training["limit"] is None else f"; at most {training['limit']:.2f}"
-    return [f"step: speedup of a training step, of which generation takes {share}{overlap}{limit}."]
+    overlap = f", and other work hides it during {training['overlap']:.0%} of the step" if training["overlap"] else ""
+    limit = "" if training["limit"] is None else f"; the speedup is at most {training['limit']:.2f}"
+    return [f"step: speedup of a training step. Generation takes {share} of it{overlap}{limit}."]
 
 
 def _memory(document: dict[str, Any]) -> list[str]:
