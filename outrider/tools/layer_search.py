@@ -191,17 +191,18 @@ class LayerSearch:
         agree = [agreement(submodel, text) for text in texts]
         num_tokens = sum(map(len, agree))
         cost = self._head_cost + sum(self._layer_costs[layer] for layer in kept)
-        candidates = [
-            Figures(
-                expression=expression(kept, self.layers),
-                layers=kept,
-                k=k,
-                agreement=sum(map(sum, agree)) / num_tokens,
-                tau=num_tokens / sum(rounds(text_agree, k) for text_agree in agree),
-                cost=cost,
+        candidates = []
+        for k in ks:
+            candidates.append(
+                Figures(
+                    expression=expression(kept, self.layers),
+                    layers=kept,
+                    k=k,
+                    agreement=sum(map(sum, agree)) / num_tokens,
+                    tau=num_tokens / sum(rounds(text_agree, k) for text_agree in agree),
+                    cost=cost,
+                )
             )
-            for k in ks
-        ]
         return max(candidates, key=_objective)
 
 

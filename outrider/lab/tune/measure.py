@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
 
@@ -86,8 +87,9 @@ def measure(
             f"to fit into {max_seconds / 60:g} minutes, {budget.variants} of {found} variants run,"
             f" with outputs of at most {budget.max_tokens} tokens",
         )
+    shorten = partial(_shortened, max_tokens=budget.max_tokens)
     turns = Turns(
-        batches={condition: _shortened(group, budget.max_tokens) for condition, group in batches.items()},
+        batches={condition: list(map(shorten, group)) for condition, group in batches.items()},
         variants=lambda condition: most_promising(_variants(engines, settings.ks, condition), budget.variants),
         engine_for=engines.engine_for,
         repeats=settings.repeats,
@@ -263,5 +265,5 @@ def _budget(
     return store.budget
 
 
-def _shortened(batches: Sequence[PromptBatch], max_tokens: int) -> list[PromptBatch]:
-    return [replace(batch, jobs=tuple(job.shortened(max_tokens) for job in batch.jobs)) for batch in batches]
+def _shortened(batch: PromptBatch, max_tokens: int) -> PromptBatch:
+    return replace(batch, jobs=tuple(job.shortened(max_tokens) for job in batch.jobs))

@@ -1,6 +1,6 @@
 """The weights of a model folder for the native kernels, which read them from the mapped files, without transformers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -198,10 +198,14 @@ class _Finder:
                 return _Source(((stored,),))
             owner, _, last = stored.rpartition(".")
             for parts in _EXPERT_PARTS.get(last, ()) if ".experts." in name else ():
-                names = tuple(tuple(f"{owner}.{i}.{part}.weight" for part in parts) for i in range(experts))
+                names = tuple(_expert_names(f"{owner}.{i}", parts) for i in range(experts))
                 if all(map(self._stored.__contains__, chain.from_iterable(names))):
                     return _Source(names)
         return None
+
+
+def _expert_names(expert: str, parts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{expert}.{part}.weight" for part in parts)
 
 
 def _shape(stored: Weights, source: _Source) -> torch.Size:

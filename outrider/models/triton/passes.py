@@ -198,7 +198,11 @@ def valid_ids(feeds: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
     given = list(filter(None, feeds))
     if min(map(min, given), default=0) >= 0 and max(map(max, given), default=0) <= _LARGEST_ID:
         return feeds
-    return [tuple(min(max(token, 0), _LARGEST_ID) for token in feed) for feed in feeds]
+    return [tuple(map(_valid_id, feed)) for feed in feeds]
+
+
+def _valid_id(token: int) -> int:
+    return min(max(token, 0), _LARGEST_ID)
 
 
 def _integers(bucket: Bucket, batch: Batch, draft: Draft, first: int) -> array[int]:

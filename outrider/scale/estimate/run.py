@@ -101,10 +101,7 @@ def run_project(options: ProjectOptions) -> dict[str, Any]:
         **separate_prefill(options, pairs, options.batch, ks),
         **({"rl": training} if training else {}),
         "results": _results(pairs, options, ks, training),
-        "stops_paying": [
-            {"context": context} | {pair.efficiency.name: pair.stops_paying(context, ks) for pair in pairs}
-            for context in options.context
-        ],
+        "stops_paying": [_stops_paying(pairs, context, ks) for context in options.context],
         "versions": {"outrider": __version__},
         "commit": machine.commit(),
         "definitions": dict(DEFINITIONS),
@@ -131,6 +128,11 @@ def _results(
     for result in results:
         _add_step_speedup(result, training)
     return results
+
+
+def _stops_paying(pairs: Sequence[Pair], context: int, ks: Sequence[int]) -> dict[str, int | None]:
+    """Return the batch size from which no k gains at a context, in each case."""
+    return {"context": context, **{pair.efficiency.name: pair.stops_paying(context, ks) for pair in pairs}}
 
 
 def _training(options: ProjectOptions) -> dict[str, Any]:
