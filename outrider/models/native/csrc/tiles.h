@@ -329,7 +329,7 @@ void tile_codes(const Linear& layer, int number, const Rows& x, int r, int rows,
   for (int begin = 0; begin < layer.inputs; begin += kSpan, chunks += span_words) {
     const int inputs = std::min(kSpan, layer.inputs - begin);
     // One row takes all weights in their order. More rows take a part of each line in several passes.
-    const int32_t* ahead = chunks + (rows == 1 ? kAhead / 4 : span_words);
+    const int32_t* ahead = chunks + (rows == 1 ? kAheadCodes / 4 : span_words);
     const Span span{inputs / Format::group, correction, panel.minimum != nullptr, panel.zero != nullptr, ahead,
                     Format::group * Format::bits / 16};
     scales.template read<Format>(panel, begin / Format::group, span.groups);
