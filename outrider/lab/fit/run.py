@@ -156,7 +156,7 @@ class Fit:
         measurements = (get("first") is None) + (get("final") is None)
         parts = {count_text(measurements, "measurement"): measurements * minutes}
         if get("training") is None:
-            parts["training, without its evaluations"] = self._settings.minutes
+            parts["training, besides loading and evaluations"] = self._settings.minutes
         if get("certificate") is None and self._settings.samples:
             parts["certificate"] = minutes
         listed = [f"{duration(each)} for the {name}" for name, each in parts.items() if each]
