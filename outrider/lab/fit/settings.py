@@ -53,8 +53,8 @@ class Settings:
     prompts: Annotated[str | None, Option("FILE", MEASURE)] = None
     """JSON lines with prompt or messages, and optionally category. Default: an embedded set."""
     minutes: Annotated[float, Option(panel=_TRAIN, min=0.0)] = 30.0
-    """Time for training a head; loading, evaluations and measurements come on top. 0: no head. A longer time continues an interrupted
-    training, and trains the head of a finished fit anew."""
+    """Time for training a head; loading, evaluations and measurements come on top. 0: no head. A longer time continues
+    an interrupted training, and trains the head of a finished fit anew."""
     measure_minutes: Annotated[float, Option(panel=MEASURE)] = 5.0
     """Time for each of the two measurements, with loading, and for the certificate; the temperatures share it. If it is
     short, outputs are shorter and fewer variants run, so that each runs on two batches of prompts."""
