@@ -334,6 +334,8 @@ def proposer_of(config: EngineConfig) -> str | Maker:
     """Return the proposer of a configuration, which is the default of the target if none is set."""
     if config.proposer is not None:
         return config.proposer
+    if config.k == 0:
+        return "none"  # no draft is ever used, so none is loaded
     kernels = config.kernels if config.tp == 1 else "torch"
     return default_proposer(config.target, device=config.device, kernels=kernels, quantize=config.quantize)
 

@@ -58,7 +58,7 @@ class Engine:
     ) -> None:
         """Connect the parts.
 
-        `sampling` computes target probabilities from logits. `ranks` are the processes that
+        `sampling` computes target probabilities and log-probabilities from logits. `ranks` are the processes that
         run the same rounds, each with a part of the target; None: this process has the whole
         target. `stopwatch` measures the rounds; None: that of the target's device.
         """
@@ -67,6 +67,7 @@ class Engine:
         self._stopwatch = stopwatch or find_stopwatch(target.device)
         self._expert_counter = target if isinstance(target, ExpertCounter) and target.expert_bytes() else None
         self._proposer = proposer
+        self.sampling = sampling
         self._verification = Verification(verifier, vocab=target.vocab, device=target.device, kernels=sampling)
         self._planner = planner
         self._scheduler = scheduler
@@ -229,7 +230,7 @@ class Engine:
         self._committing = True
         self._target.cache.commit(round)
         self._proposer.commit(round)
-        add_logprobs(round)
+        add_logprobs(round, self.sampling)
         if self.on_round:
             self.on_round(round)
         for seq in self._scheduler.commit(round):

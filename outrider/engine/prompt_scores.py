@@ -9,6 +9,7 @@ from outrider.core.target import Target
 from outrider.core.types import Batch, Draft, DraftBudget, Round, Scores, SequenceState, TokenLogprobs
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
+from outrider.verify.logprobs import Logprobs
 
 _CHUNK = 32  # tokens of a pass
 
@@ -36,7 +37,7 @@ def score_prompt(engine: Engine, target: Target, tokens: Sequence[int], top: int
             batch = Batch(seqs=(seq,), start=(begin - 1,), feed=(last,), budget=DraftBudget((len(chunk),)))
             draft = tree.chain(torch.tensor([chunk], device=target.device), (len(chunk),))
             scores = target.score(batch, draft)
-            entries += _entries(scores.logits[0, : len(chunk)].log_softmax(-1), chunk, top)
+            entries += _entries(engine.sampling.logprobs(scores.logits[0], range(len(chunk)), chunk, top), chunk)
             target.cache.commit(_accepting(batch, draft, scores, chunk))
             seq.token_ids += chunk
     finally:
@@ -59,14 +60,8 @@ def _accepting(batch: Batch, draft: Draft, scores: Scores, chunk: tuple[int, ...
     )
 
 
-def _entries(logprobs: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Return the entries of tokens from log-probabilities [n, V]."""
-    chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
-    best = logprobs.topk(min(top, logprobs.shape[-1]))
-    values, ids = best.values.tolist(), best.indices.tolist()
+def _entries(found: Logprobs, tokens: Sequence[int]) -> list[TokenLogprobs]:
     return [
-        TokenLogprobs(
-            token=token, logprob=chosen[i], sampled_logprob=chosen[i], top=tuple(zip(ids[i], values[i], strict=True))
-        )
-        for i, token in enumerate(tokens)
+        TokenLogprobs(token=token, logprob=logprob, sampled_logprob=logprob, top=tuple(zip(ids, top, strict=True)))
+        for token, logprob, ids, top in zip(tokens, *found, strict=True)
     ]

@@ -16,6 +16,7 @@ from outrider.core import tree
 from outrider.core.draws import DrawParams
 from outrider.core.noise import PositionNoise
 from outrider.core.types import Draft, Packed, SequenceState
+from outrider.verify.logprobs import Logprobs, logprobs
 from outrider.verify.verdict import tokens_before
 
 _ALL = slice(None)  # logits [B, M, V] hold all sequences in order
@@ -136,12 +137,13 @@ def target_probs(logits: torch.Tensor, sampling: SamplingTensors, of: torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class SamplingKernels:
-    """The functions that compute target distributions. The native kernels implement both in one call each."""
+    """The functions that read logits. The native kernels implement each in one call."""
 
     probs: Callable[[torch.Tensor, SamplingTensors, torch.Tensor | slice], torch.Tensor] = target_probs
     # Applies bias, penalties and min_tokens to logits [T, V]. Indices [B, M] are those of the nodes of a draft, the
     # root first, or of its last node (M = 1). None: operations of torch do it.
     adjust: Callable[[torch.Tensor, SamplingTensors, Draft, torch.Tensor], torch.Tensor] | None = None
+    logprobs: Callable[[torch.Tensor, Sequence[int], Sequence[int], int], Logprobs] = logprobs
 
 
 TORCH = SamplingKernels()

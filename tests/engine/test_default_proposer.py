@@ -69,3 +69,8 @@ def test_default_drafts_and_keeps_the_text(folder):
     completions, expected = (llm.generate(prompts, params) for llm in (default, plain))
     assert [each.token_ids for each in completions] == [each.token_ids for each in expected]
     assert default.stats.draft_tokens
+
+
+def test_plain_decoding_loads_no_draft(folder):
+    llm = LLM(folder, device="cpu", max_num_seqs=1, max_model_len=64, k=0)
+    assert llm.parts.proposer_spec == "none"

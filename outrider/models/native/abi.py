@@ -165,6 +165,16 @@ class CDistributions(ctypes.Structure):
     )
 
 
+class CLogprobs(ctypes.Structure):
+    """`Logprobs` of rules.cpp."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        *_pointers("logits", "row", "token", "logprob", "top_id", "top_logprob"),
+        *_integers("count", "vocab", "top"),
+    )
+
+
 class CVerification(ctypes.Structure):
     """`Verification` of rules.cpp."""
 
@@ -207,6 +217,7 @@ _STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CAdjustment,
     CAdjustments,
     CDistributions,
+    CLogprobs,
     CVerification,
     CSuffixDraft,
 )

@@ -7,12 +7,13 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 
 import torch
 
@@ -88,48 +89,40 @@ def is_available() -> bool:
         return False
 
 
+_POINTER = ctypes.c_void_p
+# The types of the arguments and of the result of each function, by its name without "outrider_".
+_FUNCTIONS: Mapping[str, tuple[tuple[type, ...], type | None]] = MappingProxyType(
+    {
+        "open": ((_POINTER,), _POINTER),
+        "close": ((_POINTER,), None),
+        "run": ((_POINTER, _POINTER), None),
+        "draft_chains": ((_POINTER, _POINTER, _POINTER), None),
+        "touched_experts": ((_POINTER,), ctypes.c_int64),
+        "copy_choices": ((_POINTER, _POINTER), None),
+        "verify": ((_POINTER,), None),
+        "adjust": ((_POINTER,), None),
+        "target_probs": ((_POINTER,), None),
+        "logprobs": ((_POINTER,), None),
+        "pack_blocks": ((ctypes.c_char_p, _POINTER), None),
+        "pack_integers": ((_POINTER, ctypes.c_int), None),
+        "transpose_integers": ((_POINTER, _POINTER, ctypes.c_int, ctypes.c_int), None),
+        "dequantize": ((ctypes.c_char_p, _POINTER), None),
+        "unpack": ((_POINTER, ctypes.c_int32, ctypes.c_int32, _POINTER), None),
+        "quantize": ((_POINTER, _POINTER, ctypes.c_int32, _POINTER), None),
+        "suffix_open": ((), _POINTER),
+        "suffix_close": ((_POINTER,), None),
+        "suffix_extend": ((_POINTER, _POINTER, ctypes.c_int32), None),
+        "suffix_bytes": ((_POINTER,), ctypes.c_int64),
+        "suffix_draft": ((_POINTER, _POINTER), None),
+    }
+)
+
+
 def _declare_functions(code: ctypes.CDLL) -> None:
-    pointer = ctypes.c_void_p
-    code.outrider_open.argtypes = (pointer,)
-    code.outrider_open.restype = pointer
-    code.outrider_close.argtypes = (pointer,)
-    code.outrider_close.restype = None
-    code.outrider_run.argtypes = (pointer, pointer)
-    code.outrider_run.restype = None
-    code.outrider_draft_chains.argtypes = (pointer, pointer, pointer)
-    code.outrider_draft_chains.restype = None
-    code.outrider_touched_experts.argtypes = (pointer,)
-    code.outrider_touched_experts.restype = ctypes.c_int64
-    code.outrider_copy_choices.argtypes = (pointer, pointer)
-    code.outrider_copy_choices.restype = None
-    code.outrider_verify.argtypes = (pointer,)
-    code.outrider_verify.restype = None
-    code.outrider_adjust.argtypes = (pointer,)
-    code.outrider_adjust.restype = None
-    code.outrider_target_probs.argtypes = (pointer,)
-    code.outrider_target_probs.restype = None
-    code.outrider_pack_blocks.argtypes = (ctypes.c_char_p, pointer)
-    code.outrider_pack_blocks.restype = None
-    code.outrider_pack_integers.argtypes = (pointer, ctypes.c_int)
-    code.outrider_pack_integers.restype = None
-    code.outrider_transpose_integers.argtypes = (pointer, pointer, ctypes.c_int, ctypes.c_int)
-    code.outrider_transpose_integers.restype = None
-    code.outrider_dequantize.argtypes = (ctypes.c_char_p, pointer)
-    code.outrider_dequantize.restype = None
-    code.outrider_unpack.argtypes = (pointer, ctypes.c_int32, ctypes.c_int32, pointer)
-    code.outrider_unpack.restype = None
-    code.outrider_quantize.argtypes = (pointer, pointer, ctypes.c_int32, pointer)
-    code.outrider_quantize.restype = None
-    code.outrider_suffix_open.argtypes = ()
-    code.outrider_suffix_open.restype = pointer
-    code.outrider_suffix_close.argtypes = (pointer,)
-    code.outrider_suffix_close.restype = None
-    code.outrider_suffix_extend.argtypes = (pointer, pointer, ctypes.c_int32)
-    code.outrider_suffix_extend.restype = None
-    code.outrider_suffix_bytes.argtypes = (pointer,)
-    code.outrider_suffix_bytes.restype = ctypes.c_int64
-    code.outrider_suffix_draft.argtypes = (pointer, pointer)
-    code.outrider_suffix_draft.restype = None
+    for name, (arguments, result) in _FUNCTIONS.items():
+        function = getattr(code, f"outrider_{name}")
+        function.argtypes = arguments
+        function.restype = result
 
 
 def find_compiler() -> str:

@@ -1,4 +1,4 @@
-"""Compute the target distribution with the native kernels. They do not sort the vocabulary."""
+"""Target distributions and log-probabilities on the native kernels, which do not sort the vocabulary."""
 
 import ctypes
 from array import array
@@ -9,9 +9,10 @@ import torch
 
 from outrider.core.types import Draft
 from outrider.errors import UnsupportedModel
-from outrider.models.native.abi import CAdjustments, CDistributions
+from outrider.models.native.abi import CAdjustments, CDistributions, CLogprobs
 from outrider.models.native.adjustments import Adjustments
 from outrider.models.native.library import Library, load_library
+from outrider.verify.logprobs import Logprobs
 from outrider.verify.sampling import TORCH, SamplingKernels, SamplingTensors
 
 
@@ -23,7 +24,11 @@ def fastest_sampling(device: torch.device) -> SamplingKernels:
         library = load_library()
     except UnsupportedModel:
         return TORCH  # no compiler; the torch functions compute the same
-    return SamplingKernels(probs=partial(_target_probs, library), adjust=partial(_adjust, library))
+    return SamplingKernels(
+        probs=partial(_target_probs, library),
+        adjust=partial(_adjust, library),
+        logprobs=partial(_logprobs, library),
+    )
 
 
 def _adjust(
@@ -95,3 +100,25 @@ def _target_probs(
     )
     library.code.outrider_target_probs(ctypes.byref(arguments))
     return probs
+
+
+def _logprobs(library: Library, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], top: int) -> Logprobs:
+    logits = logits.to(torch.float32).contiguous()
+    count, vocab = len(rows), logits.shape[-1]
+    top = min(top, vocab)
+    row, token = array("i", rows), array("i", tokens)
+    logprob, top_logprob = torch.empty(count), torch.empty(count, top)
+    top_id = torch.empty(count, top, dtype=torch.int32)
+    arguments = CLogprobs(
+        logits=logits.data_ptr(),
+        row=row.buffer_info()[0],
+        token=token.buffer_info()[0],
+        logprob=logprob.data_ptr(),
+        top_id=top_id.data_ptr(),
+        top_logprob=top_logprob.data_ptr(),
+        count=count,
+        vocab=vocab,
+        top=top,
+    )
+    library.code.outrider_logprobs(ctypes.byref(arguments))
+    return Logprobs(tokens=logprob.tolist(), top_ids=top_id.tolist(), top=top_logprob.tolist())

@@ -18,8 +18,8 @@ from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Draw, SequenceState
 from outrider.drafting.propose.registry import SAMPLING_PROPOSERS, parse
+from outrider.engine.build import proposer_of
 from outrider.engine.codec import Prompt
-from outrider.engine.default_proposer import default_proposer
 from outrider.engine.weights import NewWeights
 from outrider.errors import OutriderError
 from outrider.llm import LLM
@@ -96,9 +96,7 @@ class RolloutEngine:
         """
         config = EngineConfig.from_options(target, **options)
         if config.verifier is None:
-            spec = config.proposer
-            if spec is None:
-                spec = default_proposer(target, device=config.device, kernels=config.kernels, quantize=config.quantize)
+            spec = proposer_of(config)
             samples = isinstance(spec, str) and not SAMPLING_PROPOSERS.isdisjoint(parse(spec).names())
             config = replace(config, proposer=spec, verifier="coupled" if samples else "walk")
         return cls(LLM(config=config), allow_lossy=allow_lossy)

@@ -11,6 +11,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Draft, Packed
 from outrider.models.native.sampling import fastest_sampling
 from outrider.testing.drive import make_seq
+from outrider.verify.logprobs import logprobs
 from outrider.verify.sampling import SamplingTensors, apply_sampling, apply_sampling_packed, target_probs
 from tests.helpers import tiny
 
@@ -164,3 +165,34 @@ def test_adjusted_logits_equal_torch_for_packed_trees():
     probs = apply_sampling_packed(packed, sampling, draft, kernels=fastest_sampling(CPU))
     expected = apply_sampling_packed(packed, sampling, draft)
     torch.testing.assert_close(probs.values, expected.values, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("vocab", [5, 16, 333, 12288])
+@pytest.mark.parametrize("top", [0, 1, 7, 400])
+def test_logprobs_equal_torch(vocab, top):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(6, vocab, generator=generator) * 3
+    logits[2, vocab // 2 :] = -torch.inf
+    rows, tokens = [5, 0, 2, 2, 3], [0, vocab - 1, 1, 0, 2]
+    values = fastest_sampling(CPU).logprobs(logits, rows, tokens, top)
+    expected = logprobs(logits, rows, tokens, top)
+    assert values.tokens == pytest.approx(expected.tokens, rel=1e-5, abs=1e-5)
+    finite = [sum(value > -math.inf for value in row) for row in expected.top]
+    for n, ids, best, expected_ids, expected_best in zip(
+        finite, values.top_ids, values.top, expected.top_ids, expected.top, strict=True
+    ):
+        assert len(ids) == min(top, vocab)
+        assert ids[:n] == expected_ids[:n]
+        assert best == pytest.approx(expected_best, rel=1e-5, abs=1e-5)
+
+
+def test_equal_logits_are_reported_in_order_of_their_ids():
+    logits = torch.zeros(1, 333)
+    logits[0, 100] = 1.0
+    assert fastest_sampling(CPU).logprobs(logits, [0], [5], 3).top_ids == [[100, 0, 1]]
+
+
+def test_log_probability_is_exact_for_a_long_tail():
+    """A sum of a million equal terms in float32 would lose digits."""
+    logits = torch.zeros(1, 1_000_000)
+    assert fastest_sampling(CPU).logprobs(logits, [0], [7], 0).tokens == [pytest.approx(-math.log(1e6), rel=1e-7)]

@@ -101,10 +101,16 @@ inline void pack_group(const float* x, int32_t* row, int begin, int center, Inpu
   }
   const float max = largest(sizes);
   const float inverse = max > 0 ? 127 / max : 0;
-  int32_t values[group], sums[4] = {};  // of the first, second, third and fourth inputs of all steps
-  for (int i = 0; i < group; i += kRegLanes) store(values + i, to_nearest(load_reg(x + i) * inverse));
+  int32_t values[group], totals[kRegLanes], sums[4] = {};  // of the first, second, third and fourth inputs of all steps
+  IntReg total{};
+  for (int i = 0; i < group; i += kRegLanes) {
+    const IntReg rounded = to_nearest(load_reg(x + i) * inverse);
+    store(values + i, rounded);
+    total += rounded;
+  }
   set_bytes(row, Format::value_bits, begin, values, group);
-  for (int i = 0; i < group; i++) sums[i % 4] += values[i];
+  store(totals, total);
+  for (int lane = 0; lane < kRegLanes; lane++) sums[lane % 4] += totals[lane];
   out.scale = max / 127;
   out.total = sums[0] + sums[1] + sums[2] + sums[3];
   out.scaled_total = out.scale * float(out.total);

@@ -20,6 +20,16 @@ extern "C" struct Distributions {
   int32_t count, vocab, nodes;   // each sequence has `nodes` distributions, one after another
 };
 
+// Log-probabilities of tokens, each at a row of logits.
+extern "C" struct Logprobs {
+  const float* logits;         // [rows, vocab]
+  const int32_t *row, *token;  // [count]
+  float* logprob;              // [count] result
+  int32_t* top_id;             // [count, top] result: the likeliest ids, best first
+  float* top_logprob;          // [count, top] result
+  int32_t count, vocab, top;
+};
+
 // Copies of logits to change. Each row has a path of draft tokens after the text of its sequence.
 extern "C" struct Adjustments {
   const Adjustment* sequence;     // [sequences]
@@ -45,6 +55,7 @@ extern "C" struct Verification {
 };
 
 OUTRIDER_LAYOUT(Distributions, logits, probs, params, count, vocab, nodes)
+OUTRIDER_LAYOUT(Logprobs, logits, row, token, logprob, top_id, top_logprob, count, vocab, top)
 OUTRIDER_LAYOUT(Adjustments, sequence, logits, adjusted, row, of, begin, depth, path, count, vocab, nodes)
 OUTRIDER_LAYOUT(Verification, token, parent, kind, count, p, p_index, q, q_index, seed, first, path, accepted, bonus,
                 logprob, batch_size, nodes, vocab, rule)
@@ -293,6 +304,14 @@ extern "C" void outrider_target_probs(const Distributions* d) {
     apply_sampling(d->probs + begin, d->vocab, d->params[i / d->nodes]);
   };
   parallel_for(d->count, transform, threads_for(d->count));
+}
+
+extern "C" void outrider_logprobs(const Logprobs* l) {
+  const auto compute = [&](int i) {
+    l->logprob[i] = logprobs(l->logits + size_t(l->row[i]) * l->vocab, l->vocab, l->token[i], l->top,
+                             l->top_id + size_t(i) * l->top, l->top_logprob + size_t(i) * l->top);
+  };
+  parallel_for(l->count, compute, threads_for(l->count));
 }
 
 extern "C" void outrider_verify(const Verification* verification) {

@@ -144,6 +144,28 @@ inline int32_t likeliest(const float* logits, int vocab) {
   return std::isfinite(most) ? int32_t(std::find(logits, logits + vocab, most) - logits) : -1;
 }
 
+// Compute the log-probability of `id`, and those of the `top` likeliest ids, best first. Equal logits are in order of
+// the ids.
+inline float logprobs(const float* logits, int vocab, int id, int top, int32_t* top_id, float* top_logprob) {
+  thread_local std::vector<float> mass;
+  const float most = peak(logits, vocab);
+  mass.assign(logits, logits + vocab);
+  transform(mass.data(), vocab, [=](FloatReg y) { return exponential(y - most); });
+  const float normalizer = most + float(std::log(total(mass.data(), vocab)));
+  if (top > 0) {
+    thread_local std::vector<std::pair<float, int>> best;
+    best.clear();
+    for_each_at_least(logits, vocab, kth_largest(logits, vocab, top),
+                      [&](int v) { best.emplace_back(-logits[v], v); });
+    std::partial_sort(best.begin(), best.begin() + top, best.end());
+    for (int i = 0; i < top; i++) {
+      top_id[i] = best[i].second;
+      top_logprob[i] = logits[top_id[i]] - normalizer;
+    }
+  }
+  return logits[id] - normalizer;
+}
+
 // Turn logits into the distribution that tokens are sampled from, in place. If a logit is NaN, it is one-hot at id 0.
 inline void apply_sampling(float* x, int size, const SamplingParams& params) {
   const float most = peak(x, size);
