@@ -22,7 +22,7 @@ main()
 @pytest.mark.parametrize("module", ["outrider.cli.app", "typer", "outrider.core.option"])
 def test_ctrl_c_in_an_import_prints_nothing(module):
     code = _INTERRUPTED.format(module=module)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -41,5 +41,5 @@ app.main = interrupted
 from outrider.__main__ import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stdout, done.stderr) == (130, "in order\n", "")
