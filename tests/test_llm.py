@@ -263,8 +263,8 @@ def test_prompts_of_other_numbers_than_pythons_own(llm):
         ([-1], "token id -1 is not in the vocabulary of 12288; use ids from 0 to 12287"),
         ([5, 12288], "token id 12288 is not in the vocabulary of 12288; use ids from 0 to 12287"),
         ([1.5], "1.5 among its token ids"),
-        ("abc", "'abc' is no list of token ids"),
-        (7, "7 is no list of token ids"),
+        ("abc", "'abc' is not a list of token ids"),
+        (7, "7 is not a list of token ids"),
     ],
 )
 def test_what_cannot_be_decoded(llm, tokens, fix):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -338,17 +338,13 @@ def _compile(size: Size, device: torch.device) -> None:
     """Compile all variants at once, each in a thread."""
     inputs = _inputs(size, Case(lengths=(100,), columns=1), device, layers=1)
     shapes = [None, *VARIANTS.values()]
+
+    def attend_quietly(shape: Shape | None) -> None:
+        with suppress(Exception):  # a variant that fails says so where it is timed
+            inputs.attend(0, shape)
+
     with ThreadPoolExecutor(8) as pool:
-        # A variant that fails says so where it is timed.
-        list(pool.map(lambda shape: _quietly(partial(inputs.attend, 0, shape)), shapes))
-
-
-def _quietly(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return str(error)
-    return ""
+        list(pool.map(attend_quietly, shapes))
 
 
 def _bandwidth(device: torch.device) -> float:

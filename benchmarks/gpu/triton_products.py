@@ -149,7 +149,8 @@ class _Bench:
         """Return the figures of a shape in one kind, by rows."""
         weight = self._weight(shape, kind)
         inputs = self._inputs(shape)
-        copies = self._copies(weight)
+        copied = _COPIED if self._device.type == "cuda" else 1.0
+        copies = [weight, *(_copy(weight) for _ in range(math.ceil(copied / weight.nbytes)))]
         limit = 1e6 * weight.nbytes / self.rate
         figures: dict[str, Any] = {"bytes": weight.nbytes, "copies": len(copies), "limit_us": limit, "rows": {}}
         all_rows = self._rows if kind == "bf16" else self._quantized_rows
@@ -164,12 +165,6 @@ class _Bench:
             figures["rows"][rows] = figure
         figures["relative_error"] = _error(shape, inputs, weight, whole)
         return figures
-
-    def _copies(self, weight: torch.Tensor | QuantizedWeight) -> list[torch.Tensor | QuantizedWeight]:
-        return [weight, *(_copy(weight) for _ in range(math.ceil(self._copied() / weight.nbytes)))]
-
-    def _copied(self) -> float:
-        return _COPIED if self._device.type == "cuda" else 1.0
 
     def _random(self, *size: int) -> torch.Tensor:
         generator = torch.Generator(device=self._device).manual_seed(sum(size))

@@ -39,8 +39,8 @@ from outrider.scale.fleet.options import check_given as check_fleet_given
 from outrider.scale.ray.settings import ScaleSettings
 from outrider.serve.settings import Settings as ServeSettings
 
-# New objects before Python searches for cycles. Imports make a million objects that stay, and by
-# default, Python would search them many times.
+# New objects before Python searches for reference cycles. Imports create a million objects that stay alive, and with
+# the default threshold Python would search them many times.
 _COLLECT_AFTER = 100_000
 _WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
@@ -61,7 +61,7 @@ def main() -> None:
         try:
             app()
         finally:
-            gc.freeze()  # objects that live to the end need no search for cycles
+            gc.freeze()  # skip the search for cycles at exit
             sys.stdout.flush()
     except OSError as error:
         if error.filename is not None or error.errno not in _WRITE_ERRORS:
@@ -217,7 +217,7 @@ def audit(*, settings: AuditSettings, server: ServerOptions, printing: Printing,
 
 
 @app.command()
-@partial(spread, environment=False)  # they describe other machines than this one
+@partial(spread, environment=False)  # the options describe another machine
 def project(*, asked: ProjectOptions, printing: Printing) -> None:
     """Estimate the speedup on a machine and for a model that you do not have, with a roofline model.
 
@@ -231,7 +231,7 @@ def project(*, asked: ProjectOptions, printing: Printing) -> None:
 
 
 @app.command()
-@partial(spread, environment=False)  # they describe other machines than this one
+@partial(spread, environment=False)  # the options describe another machine
 def fleet(*, asked: FleetOptions, printing: Printing, given: set[str]) -> None:
     """Simulate many servers: arrivals, routing, continuous batching, and speculation by load."""
     check_fleet_given(asked, given)

@@ -24,18 +24,6 @@ _WITH_VARIABLE = (
     "draft_candidates max_model_len host port served_model_name api_key api_keys tls_cert tls_key "
     "max_num_seqs max_queued_requests request_timeout allow_origin log_format shutdown_timeout"
 )
-
-
-def _with_variable(name: str, kind: Any) -> Any:
-    """Return the annotation of a parameter of a command, with the environment variable of its option if it has one."""
-    if name not in _WITH_VARIABLE.split() or get_origin(kind) is not Annotated:
-        return kind
-    value, option, *others = get_args(kind)
-    option = copy(option)  # commands share options
-    option.envvar = _PREFIX + name.upper()
-    return Annotated[(value, option, *others)]
-
-
 _CONFIG = "config"
 _DEFAULT = " Default: "  # begins the last sentence of a help text
 _CONFIG_HELP = (
@@ -77,6 +65,16 @@ def spread(command: Callable[..., None], *, environment: bool = True) -> Callabl
     return call
 
 
+def _with_variable(name: str, kind: Any) -> Any:
+    """Return the annotation of a parameter of a command, with the environment variable of its option if it has one."""
+    if name not in _WITH_VARIABLE.split() or get_origin(kind) is not Annotated:
+        return kind
+    value, option, *others = get_args(kind)
+    option = copy(option)  # commands share options
+    option.envvar = _PREFIX + name.upper()
+    return Annotated[(value, option, *others)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
     """A field that is an option."""
@@ -96,7 +94,7 @@ class Leaf:
     def parameter(self) -> Parameter:
         """Return the parameter, for typer."""
         shown: dict[str, Any] = {"metavar": self.option.metavar, "rich_help_panel": self.option.panel}
-        shown["help"] = self.help.replace("[", r"\[")  # it is no markup
+        shown["help"] = self.help.replace("[", r"\[")  # brackets in help texts are not markup
         info = typer.Argument(**shown)
         if not self.option.argument:
             info = typer.Option(self.flags, **shown, min=self.option.min, max=self.option.max)
@@ -139,7 +137,7 @@ class Record:
                 value = _default(field) if default is MISSING else getattr(default, field.name)
                 text = _help(field_help(kind).get(field.name, ""), shown.notes.get(field.name) if shown else None)
                 if field.default is None and value is not None:
-                    text = text.partition(_DEFAULT)[0]  # it says what None means
+                    text = text.partition(_DEFAULT)[0]  # the default of the text explains None
                 members += _members(field.name, hints[field.name], value, text)
         return cls(name=name, kind=kind, default=default, shown=shown, members=tuple(members))
 

@@ -33,7 +33,7 @@ class PromptOptions:
     chat: bool = False
     """Apply the model's chat template. On a terminal, keep the conversation."""
     system: Annotated[str | None, Option("TEXT")] = None
-    """With --chat: a system message, which stands before the conversation."""
+    """With --chat: a system message before the conversation."""
 
     def __post_init__(self) -> None:
         if self.system is not None and not self.chat:

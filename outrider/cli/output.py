@@ -29,6 +29,7 @@ from outrider.serve.speech.transcript import Transcript
 
 _POSITIONS = 8  # whose acceptance is printed; the JSON document has all
 _DRAFT, _TARGET = Style(color="cyan"), Style(color="yellow", bold=True)
+_LEGEND = Text.assemble(("accepted draft token", _DRAFT), "  ", ("token of the target", _TARGET), "\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class Outcome:
     first: float | None  # seconds to the first token; None: not measured
     speed: DecodeSpeed
     stats: Stats
-    transcript: Transcript | None = None  # of which the completions are the windows
+    transcript: Transcript | None = None  # its windows are the completions
 
 
 class Painter:
@@ -104,7 +105,7 @@ class Output:
         use_color = show and console.is_terminal and not console.no_color
         self._painter = Painter(llm, console, use_color=use_color)
         if use_color:
-            self._stderr.print(_legend())
+            self._stderr.print(_LEGEND)
 
     def note(self, text: str) -> None:
         """Print a line for the user, beside the completions."""
@@ -164,10 +165,6 @@ def _precision(parts: EngineParts) -> str:
     return f"{dtype} {parts.loaded.checkpoint.dtype_reason}" if text == dtype else text
 
 
-def _legend() -> Text:
-    return Text.assemble(("accepted draft token", _DRAFT), "  ", ("token of the target", _TARGET), "\n")
-
-
 def _summary(outcome: Outcome) -> list[str]:
     """Return the lines of the summary, four at most."""
     stats = outcome.stats
@@ -181,7 +178,7 @@ def _summary(outcome: Outcome) -> list[str]:
     ]
     if stats.rounds:
         document = stats.as_dict()
-        times = (f"{name} {document[key]:.2f} ms" for name, key in _TIMES.items())
+        times = (f"{name} {document[f'{name}_ms']:.2f} ms" for name in ("draft", "target", "host"))
         lines.append(f"a round: {', '.join(times)}")
     reasons = [str(completion.finish_reason) for completion in outcome.completions]
     if outcome.transcript:
@@ -273,6 +270,3 @@ def _completion(completion: Completion) -> dict[str, Any]:
     if completion.error:
         document["error"] = completion.error
     return document
-
-
-_TIMES = {"draft": "draft_ms", "target": "target_ms", "host": "host_ms"}

@@ -57,7 +57,7 @@ def joined(tp: int, device: str) -> Iterator[Ranks | None]:
 
 
 def _join(tp: int, device: str) -> Ranks:
-    """Join the ranks. A failure is printed by the rank that has it, because its standard error is closed."""
+    """Join the ranks. A rank that fails prints its error on the original standard error, which `joined` replaces."""
     try:
         ranks = join(tp, device)
     except OutriderError:  # all ranks have it, and rank 0 prints it

@@ -105,15 +105,18 @@ class _Conversation:
     def run(self, prompt: str | None) -> bool:
         """Complete one prompt, or those that are typed. Returns whether all completions succeeded."""
         texts: Iterator[str | None] = iter([prompt]) if self.source is not None else typed(prompt)
-        # One of several ranks must not stop alone.
+        # Ranks end together, so Ctrl-C ends a single answer only without other ranks.
         on_terminal = prompt is None and self.source is None and of_first_rank(sys.stdin.isatty())
         succeeded = True
         for text in _of_first_rank(texts):
             if text is not None and not is_utf8(text):
                 raise OutriderError("the prompt is not UTF-8 text; give UTF-8 text")
             self.messages.append({"role": "user", "content": text or ""})
+            handler: AbstractContextManager[list[int]] = (
+                interrupts() if on_terminal and current() is None else nullcontext([])
+            )
             try:
-                with _handler(on_terminal) as collected:
+                with handler as collected:
                     succeeded &= self._answer(text, collected)
             except OutriderError as error:  # such as a prompt that does not fit into the context
                 if not on_terminal:
@@ -142,11 +145,6 @@ class _Conversation:
         answer = result if isinstance(result, str) else result.completions[0].text
         self.messages.append({"role": "assistant", "content": answer})
         return succeeded
-
-
-def _handler(on_terminal: bool) -> AbstractContextManager[list[int]]:
-    """Return the handler of Ctrl-C for one prompt. One of several ranks must not stop alone."""
-    return interrupts() if on_terminal and current() is None else nullcontext([])
 
 
 def _check_chat(llm: LLM, source: Source | None, options: SourceOptions, prompts: PromptOptions) -> None:

@@ -26,7 +26,7 @@ def with_default_length(llm: LLM, params: SamplingParams) -> SamplingParams:
 
 
 def needs_transcript(rules: SpeechRules, recording: Recording, options: SourceOptions) -> str:
-    """Return why a recording needs a transcript, and not one completion; "": it does not.
+    """Return the first reason why a recording needs a transcript rather than one completion; "": there is none.
 
     A single completion is printed while it is generated, and a prompt may begin it.
 
@@ -36,9 +36,7 @@ def needs_transcript(rules: SpeechRules, recording: Recording, options: SourceOp
     if options.response_format not in (None, *FORMATS):
         raise OutriderError(f"--response-format is {options.response_format!r}; use {either(FORMATS)}")
     reasons = {
-        "--response-format": options.response_format is not None,
-        "--previous-text": options.previous_text is not None,
-        "--condition-on-previous-text": options.condition_on_previous_text,
+        **_transcript_options(options),
         "detection of the language": rules.needs_detection(options.language, options.task),
         f"audio of more than {rules.seconds} s": too_long(recording, rules),
     }
@@ -47,13 +45,18 @@ def needs_transcript(rules: SpeechRules, recording: Recording, options: SourceOp
 
 def refuse_transcript_options(options: SourceOptions) -> None:
     """Raise OutriderError if an option is set that only speech targets have."""
-    for name, given in (
-        ("--response-format", options.response_format is not None),
-        ("--previous-text", options.previous_text is not None),
-        ("--condition-on-previous-text", options.condition_on_previous_text),
-    ):
-        if given:
+    for name, is_given in _transcript_options(options).items():
+        if is_given:
             raise OutriderError(f"{name} is for speech targets, and this target is none; leave it out")
+
+
+def _transcript_options(options: SourceOptions) -> dict[str, bool]:
+    """Return the options that only transcripts have, and whether each is given."""
+    return {
+        "--response-format": options.response_format is not None,
+        "--previous-text": options.previous_text is not None,
+        "--condition-on-previous-text": options.condition_on_previous_text,
+    }
 
 
 def print_transcript(

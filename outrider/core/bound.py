@@ -1,4 +1,4 @@
-"""The promise of a lossy verification rule: how far the emitted tokens may be from the target's distribution.
+"""Bounds of lossy verification rules: how far the emitted tokens may be from the target's distribution.
 
 A bound holds at each position, given the tokens before it. p is the target's distribution there.
 """
@@ -26,7 +26,7 @@ class TotalVariation:
 class BinDistance:
     """The emitted token is at most `value` bins from a token that is sampled from p.
 
-    Tokens that are no bins have their probability under p.
+    Tokens outside the bins keep their probability under p.
     """
 
     value: int
@@ -42,9 +42,9 @@ class BinDistance:
 
 @dataclass(frozen=True, slots=True)
 class GroupExact:
-    """The group of the emitted token has the probability of the group under p. `groups` says which groups.
+    """Each group of tokens is emitted with its probability under p. `groups` names the groups.
 
-    A token of several groups counts for each of them in equal parts. Nothing is promised about the tokens of a group.
+    A token of several groups counts for each of them in equal parts. The bound does not cover the tokens in a group.
     """
 
     groups: str

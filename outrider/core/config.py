@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypeGuard
 
 from outrider.core.option import LIMITS, MODEL, Option
-from outrider.core.params import AUTO, check_draft_length, parse_draft_length
+from outrider.core.params import AUTO, check_draft_length, is_whole, parse_draft_length
 from outrider.errors import OutriderError, either
 
 REPLICATED, SHARDED = "replicated", "sharded"  # placements of a draft on several ranks
@@ -36,8 +36,8 @@ class EngineConfig:
     """Folder of a language model, a GGUF file, or a model of the Hugging Face Hub: org/name, org/name@revision or
     org/name:Q4_K_M. Default: @mini, an embedded model."""
     proposer: Annotated[str | Callable[..., Any] | None, Option("NAME", MODEL)] = None
-    """What drafts. Without a model: none, ngram[:MIN-MAX], suffix[:TOKENS], recycle, lookahead[:WxNxG], group[:TOKENS],
-    retrieval:DIR[:MIN], replay:FILE. A draft model or a trained head: draft:DIR, tree:DIR,
+    """How to draft tokens. Without a model: none, ngram[:MIN-MAX], suffix[:TOKENS], recycle, lookahead[:WxNxG],
+    group[:TOKENS], retrieval:DIR[:MIN], replay:FILE. A draft model or a trained head: draft:DIR, tree:DIR,
     cascade:DIR; with another vocabulary: draft-tokens:DIR, draft-text:DIR. The target itself: mtp,
     quantized:int4, exit:LAYERS, skip:A+B. Your own: pkg.module:Class, or in Python a callable that
     takes a setup and returns a proposer. Combinations: best(A,B), merge(A,B), first(A,B),
@@ -149,7 +149,7 @@ class EngineConfig:
 
         proposer, k = read_speculative_config(text)
         if self.proposer is not None or self.k != AUTO:
-            raise OutriderError("speculative_config says what drafts, and so do proposer and k; leave one of them out")
+            raise OutriderError("speculative_config and proposer or k both set the drafts; leave one of them out")
         object.__setattr__(self, "proposer", proposer)
         object.__setattr__(self, "k", AUTO if k is None else k)
         object.__setattr__(self, "speculative_config", None)  # so that a copy of the record is valid
@@ -160,7 +160,7 @@ class EngineConfig:
         for name in ("max_model_len", "draft_window", "draft_candidates"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
-        if self.threads is not None and not _is_whole(self.threads):
+        if self.threads is not None and not is_whole(self.threads):
             raise OutriderError(f"threads is {self.threads!r}; use a whole number, or None for one on each core")
         if not _is_number(self.max_round_ms) or self.max_round_ms < 0:
             raise OutriderError(f"max_round_ms is {self.max_round_ms!r}; use a number above 0, or 0 for no limit")
@@ -181,7 +181,7 @@ class EngineConfig:
             if name not in known:
                 close = get_close_matches(name, known, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"use {either(known)}"
-                raise OutriderError(f"{name} is no option of an engine; {hint}")
+                raise OutriderError(f"{name} is not an option of an engine; {hint}")
         return cls(target=target, **options)
 
     @property
@@ -234,12 +234,8 @@ def draft_weight_bits(draft_quantize: str | None, *, kernels: str, device: str) 
     return bits
 
 
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_count(name: str, value: object) -> None:
-    if not _is_whole(value) or value < 1:
+    if not is_whole(value) or value < 1:
         raise OutriderError(f"{name} is {value!r}; use a whole number of at least 1")
 
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from outrider.core.token_text import TokenText, decoder_types, id_text, token_text
 from outrider.errors import OutriderError
 
-# llguidance takes a token that begins with this byte as special. No text has this byte, because UTF-8 does not.
+# llguidance takes a token that begins with this byte as special. UTF-8 text never has this byte.
 _SPECIAL = b"\xff"
 ANY_SPECIAL = "<[special]>"  # how a grammar names any token that no text needs, except end tokens
 _DECODERS = frozenset({"ByteLevel", "ByteFallback", "Metaspace"})  # a token has the same bytes in every text
@@ -32,19 +32,19 @@ class GuidanceTokenizer:
             ends: the ids that end a text. They have no text.
 
         Raises:
-            OutriderError: the tokenizer is no fast one, or its tokens have no fixed bytes.
+            OutriderError: the tokenizer is not a fast one, or its tokens have no fixed bytes.
         """
         _check(tokenizer)
         copy = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         copy.no_padding()
         copy.no_truncation()
-        copy.encode_special_tokens = True  # what a constraint spells is text, also where it looks like a special token
+        copy.encode_special_tokens = True  # a constraint spells text, even if it looks like a special token
         self.text = token_text(
             tokenizer, cut=lambda texts: [copy.encode(text, add_special_tokens=False).ids for text in texts]
         )
         self.eos_token_id = ends[0] if ends else None
         self.tokens = _tokens(self.text, vocab, ends)  # by id; empty for unused ids
-        self.named = _named_tokens(tokenizer, self.tokens, ends)  # tokens that only we know by name, as sets of ids
+        self.named = _named_tokens(tokenizer, self.tokens, ends)  # see `_named_tokens`
 
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of a text that continues another one. They spell the text."""
@@ -77,7 +77,7 @@ def _tokens(text: TokenText, vocab: int, ends: Sequence[int]) -> list[bytes]:
 def _named_tokens(tokenizer: Any, tokens: Sequence[bytes], ends: Sequence[int]) -> dict[str, str]:
     """Return sets of ids, in llguidance's syntax, by how a grammar names them.
 
-    llguidance knows special tokens by name, but no added tokens that are text. `ANY_SPECIAL` is every token that no
+    llguidance knows special tokens by name, but not added tokens that are text. `ANY_SPECIAL` is every token that no
     text needs and that does not end the text: special tokens, unused ids, and the byte that no text has.
     """
     added = tokenizer.added_tokens_decoder.items()

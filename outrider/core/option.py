@@ -49,7 +49,7 @@ class Shown:
 
 
 PYTHON_ONLY = Shown()
-"""Marks a field that is no option."""
+"""Marks a field that is not an option."""
 
 
 def as_json(record: Any) -> dict[str, Any]:

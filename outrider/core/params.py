@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from outrider.core.constraint import Constraint
 from outrider.errors import OutriderError
@@ -136,7 +137,7 @@ class SamplingParams:
             check_draft_length(self.k)
         if self.seed is not None:
             _check_whole("seed", self.seed, 0, "and below 2**63")
-        if not isinstance(self.priority, int) or isinstance(self.priority, bool) or abs(self.priority) > _MAX_PRIORITY:
+        if not is_whole(self.priority) or abs(self.priority) > _MAX_PRIORITY:
             raise InvalidParam(
                 "priority",
                 f"priority is {self.priority!r}; use a whole number from {-_MAX_PRIORITY} to {_MAX_PRIORITY}",
@@ -167,6 +168,11 @@ class SamplingParams:
             raise InvalidParam("min_tokens", message)
 
 
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return whether a value is an integer. Booleans are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_draft_length(k: object, *, least: int = 0, or_auto: bool = False) -> None:
     """Check a number of draft tokens per round.
 
@@ -179,7 +185,7 @@ def check_draft_length(k: object, *, least: int = 0, or_auto: bool = False) -> N
     """
     if or_auto and k == AUTO:
         return
-    if isinstance(k, int) and not isinstance(k, bool) and least <= k <= MAX_DRAFT_LENGTH:
+    if is_whole(k) and least <= k <= MAX_DRAFT_LENGTH:
         return
     low = str(least) if least else "0 (plain decoding)"
     choice = f", or {AUTO}" if or_auto else ""
@@ -203,12 +209,12 @@ def _check_number(name: str, value: float, low: float, high: float, hint: str) -
 
 
 def _is_number(value: object, low: float, high: float) -> bool:
-    """Return whether a value is a number in [low, high]. NaN and booleans are none."""
+    """Return whether a value is a number in [low, high]. NaN and booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 def _check_whole(name: str, value: int, low: int, hint: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
+    if not is_whole(value) or not low <= value < 2**63:
         raise InvalidParam(_parameter(name), f"{name} is {value!r}; use a whole number of at least {low} ({hint})")
 
 

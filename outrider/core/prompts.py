@@ -50,7 +50,7 @@ def read_prompts(
 
     Raises:
         OutriderError: the file cannot be read, or a line is invalid; the message has the line
-            number. Or sources are wanted, and there is no file.
+            number. Or `with_sources` is set without a file.
     """
     if limit is not None and limit < 1:
         raise OutriderError(f"limit is {limit}; use at least 1")
@@ -81,7 +81,10 @@ def read_lines(file: str | Path, *, form: str) -> Iterator[Line]:
         raise OutriderError(f"{path} holds no prompts; give lines like {form}")
     for number, line in numbered:
         where = f"{path}:{number}"
-        yield Line(where=where, number=number, fields=_fields(line, where, form))
+        fields = read_json(line, where)
+        if not isinstance(fields, dict):
+            raise OutriderError(f"{where}: not a JSON object; use {form}")
+        yield Line(where=where, number=number, fields=fields)
 
 
 def read_json(line: str, where: str) -> Any:
@@ -108,7 +111,7 @@ def parse_prompt(line: Line) -> Prompt:
     """Return the prompt of a line.
 
     Raises:
-        OutriderError: the line has not exactly one of `prompt` and `messages`, or a field is invalid.
+        OutriderError: the line has both of `prompt` and `messages` or none, or a field is invalid.
     """
     where = line.where
     category = _category(line)
@@ -269,10 +272,3 @@ def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
     for prompt in prompts:
         groups[prompt.category].append(prompt)
     return dict(groups)
-
-
-def _fields(line: str, where: str, form: str) -> dict[str, Any]:
-    value = read_json(line, where)
-    if not isinstance(value, dict):
-        raise OutriderError(f"{where}: not a JSON object; use {form}")
-    return value

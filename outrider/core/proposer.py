@@ -79,7 +79,7 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class WeightFollower(Protocol):
-    """A proposer that wants to know when the weights of the target change."""
+    """A proposer that is told when the weights of the target change."""
 
     def target_updated(self, version: int) -> None:
         """Note that the target has new weights from now on. No sequence has a slot."""

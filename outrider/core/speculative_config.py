@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from outrider.core.params import is_whole
 from outrider.errors import OutriderError, either
 
 # Names of SGLang's options by vLLM's keys.
@@ -19,7 +20,7 @@ _METHODS = ("ngram", "suffix", *_OWN_HEADS, *_DRAFTS)
 
 
 class Speculation(NamedTuple):
-    """What drafts, and how much."""
+    """A proposer and a draft length."""
 
     proposer: str
     k: int | None  # None: the planner chooses
@@ -29,14 +30,14 @@ def read_speculative_config(text: str) -> Speculation:
     """Return what a JSON object in the form of vLLM or SGLang asks for.
 
     Raises:
-        OutriderError: it is no JSON object, or has an unknown key or value; the message names the known ones.
+        OutriderError: it is not a JSON object, or has an unknown key or value; the message names the known ones.
     """
     try:
         fields = json.loads(text)
     except json.JSONDecodeError as error:
-        raise _mistake(f"is no JSON ({error})", 'write for example {"method": "ngram"}') from error
+        raise _mistake(f"is not JSON ({error})", 'write for example {"method": "ngram"}') from error
     if not isinstance(fields, dict):
-        raise _mistake("is no JSON object", 'write for example {"method": "ngram"}')
+        raise _mistake("is not a JSON object", 'write for example {"method": "ngram"}')
     for name in fields:
         if name not in (*_KEYS, *_SGLANG):
             raise _mistake(f"has the key {name!r}", f"use {either((*_KEYS, *_SGLANG))}")
@@ -44,7 +45,7 @@ def read_speculative_config(text: str) -> Speculation:
         _SGLANG.get(str(name), str(name)): value for name, value in fields.items() if value is not None
     }
     k = named.get("num_speculative_tokens")
-    if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
+    if k is not None and (not is_whole(k) or k < 1):
         raise _mistake(f"has num_speculative_tokens {k!r}", "use a whole number of at least 1")
     return Speculation(_proposer(named), k)
 

@@ -109,10 +109,7 @@ class SelfDraftTarget(Protocol):
 
 @runtime_checkable
 class ExpertCounter(Protocol):
-    """A target that counts the routed experts that a pass uses.
-
-    A target may have these methods without experts, so that one class serves both kinds of models.
-    """
+    """A target that counts the routed experts of a pass. Targets without experts may have these methods as well."""
 
     def touched_experts(self) -> float | None:
         """Return the distinct experts that the last `score` used, the mean over layers with experts.

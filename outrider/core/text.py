@@ -136,7 +136,7 @@ class TextStream:
 
 
 def _left_context(prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
-    """Return the last tokens of a prompt, from behind its last special token: a new text begins there.
+    """Return the last tokens of a prompt, after its last special token, because a new text begins there.
 
     They have whole characters. With byte fallback, a part of a character would make all bytes after it invalid.
     """
@@ -155,12 +155,12 @@ def is_utf8(text: str) -> bool:
 
 
 def read_text(file: str | Path, what: str, *, fix: str) -> str:
-    """Return the text of a file of a user in UTF-8, without a byte order mark.
+    """Return the text of a UTF-8 file, without a byte order mark.
 
     Args:
-        file: its path.
-        what: how an error names it.
-        fix: how an error ends: what to give in its place.
+        file: the path.
+        what: the name of the file in an error message.
+        fix: the end of an error message: what to give in place of the file.
 
     Raises:
         OutriderError: the file cannot be read.

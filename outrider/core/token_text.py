@@ -12,7 +12,7 @@ _BYTE_LEVEL_SPACE = "Ġ"  # how byte-level tokenizers write a space
 
 
 class SingleTokens:
-    """The text of single tokens of a tokenizer, which is read when it is asked for.
+    """The text of single tokens of a tokenizer, read on demand.
 
     An added token that is not special has a text like any other token. A special token is never
     part of a decoded text, so it has no text.

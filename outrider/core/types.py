@@ -118,7 +118,7 @@ class SequenceState:
         params: SamplingParams | None = None,
         source: Sequence[int] | AudioFeatures = (),
     ) -> SequenceState:
-        """Return a sequence that no user has requested, for checks and measurements."""
+        """Return a sequence for checks and measurements."""
         request = Request(
             id=-1,
             prompt_token_ids=tuple(text),

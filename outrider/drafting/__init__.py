@@ -1,1 +1,1 @@
-"""What drafts (`propose/`), and how far (`plan/`)."""
+"""Proposers draft tokens (`propose/`). Planners choose how many (`plan/`)."""

@@ -1,4 +1,4 @@
-"""From text, conversations and audio to what a model reads, and from its tokens back to text."""
+"""Encode text, conversations and audio for a model, and decode its tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EncodedSource = tuple[int, ...] | AudioFeatures
 
 
 class EncodedPrompt(NamedTuple):
-    """What `TextCodec` makes of a prompt and its source. The source fits the target."""
+    """A prompt and its source, encoded by a `TextCodec`. The source fits the target."""
 
     tokens: tuple[int, ...]
     source: EncodedSource | None = None  # what the encoder of an encoder-decoder target reads; None: there is none
@@ -41,7 +41,7 @@ class EncodedPrompt(NamedTuple):
 
 
 class TextCodec:
-    """Encodes and decodes for one model: its tokenizer, chat template, grammars, and what it takes as source.
+    """Encodes and decodes for one model, with its tokenizer, chat template, grammars and rules for a source.
 
     A tokenizer of transformers is not thread-safe, so each thread has a codec of its own (`copy`).
     """
@@ -67,7 +67,7 @@ class TextCodec:
 
     @property
     def speech_rules(self) -> SpeechRules | None:
-        """The rules of speech of the checkpoint; None: the target is no speech model."""
+        """The rules of speech of the checkpoint; None: the target is not a speech model."""
         return None if self.source_rules is None else self.source_rules.speech
 
     @property
@@ -107,7 +107,7 @@ class TextCodec:
         in [-1, 1] at its rate, which is 16000 for Whisper.
 
         Raises:
-            OutriderError: the source is neither a string nor a list of token ids, or is no audio that the model takes.
+            OutriderError: the source is neither a string nor a list of token ids, or the model does not take its audio.
         """
         rules = self.speech_rules
         return self._encode(source, "a source") if rules is None else audio_features(source, rules)
@@ -200,7 +200,7 @@ class TextCodec:
             OutriderError: an item is not a token id of the vocabulary.
         """
         if isinstance(tokens, str | bytes | bytearray) or not isinstance(tokens, Iterable):
-            raise OutriderError(f"{tokens!r} is no list of token ids; give whole numbers")
+            raise OutriderError(f"{tokens!r} is not a list of token ids; give whole numbers")
         ids = _whole_ids("the list to decode", tokens)
         if message := self.outside(ids):
             raise OutriderError(message)
@@ -225,7 +225,9 @@ class TextCodec:
         rules = self.source_rules
         if rules is None:
             if source is not None:
-                raise InvalidParam("source", "source is for encoder-decoder models, and this target is none; remove it")
+                raise InvalidParam(
+                    "source", "source is for encoder-decoder models; remove it, because this target is not one"
+                )
         elif source is None:
             raise InvalidParam("source", "source is missing, which this encoder-decoder target reads; give a source")
         elif isinstance(source, AudioFeatures) or rules.speech is not None:
@@ -252,7 +254,7 @@ class TextCodec:
 
     def _check_speech(self, language: str | None, task: str | None) -> None:
         if self.speech_rules is None and (name := _first_given(language=language, task=task)):
-            raise OutriderError(f"{name} is for speech models, and this target is none; leave it out")
+            raise OutriderError(f"{name} is for speech models, and this target is not one; leave it out")
 
     def _encode(self, text: object, what: str) -> tuple[int, ...]:
         if isinstance(text, str):

@@ -93,7 +93,7 @@ class ConstrainedDraft:
     def unforced(
         self, round: Round, passes: list[tuple[int, int, int]], nodes: int
     ) -> tuple[list[tuple[int, int, int]], int]:
-        """Return the counts and the number of draft tokens of the proposer alone, without what grammars have added."""
+        """Return the counts and the number of draft tokens of the proposer alone, without the tokens of grammars."""
         if not self.original:
             return passes, nodes
         proposed = [self.proposed_pass(round, b) for b, tokens in enumerate(round.emitted) if tokens]

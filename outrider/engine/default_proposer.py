@@ -1,4 +1,4 @@
-"""Choose a proposer for a target for which the user named none."""
+"""Choose the default proposer of a target."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ _LOOKUP = "suffix:100000"  # keeps 100,000 tokens of past outputs, which is abou
 def default_proposer(
     target: str | Path | None, *, device: str = "auto", kernels: str = "auto", quantize: str | None = None
 ) -> str:
-    """Return the proposer of a target for which none was chosen.
+    """Return the default proposer of a target.
 
     It is the first of these that fits: the embedded draft model for the embedded target; `best(suffix:100000,mtp)` if
     the target's checkpoint has a module for multi-token prediction; `best(suffix:100000,quantized:int4)` on the native

@@ -29,7 +29,7 @@ from outrider.verify.sampling import TORCH, SamplingKernels
 
 
 class Followers(Protocol):
-    """Repeats what an engine does in the other ranks of tensor parallelism."""
+    """Repeats the calls of an engine in the other ranks of tensor parallelism."""
 
     def add(self, request: Request) -> None:
         """Queue the request there."""
@@ -75,7 +75,7 @@ class Engine:
             alternatives=proposer.needs.alternatives, exact=verifier.exact, bound=verifier.bound
         )
         self.ranks = ranks
-        self.followers: Followers | None = None  # ranks that this engine tells what to do
+        self.followers: Followers | None = None  # repeat the calls of this engine in the other ranks
         self.on_round: Callable[[Round], None] | None = None  # called after each round, to show what was drafted
         self.on_times: Callable[[Sequence[SequenceState], RoundTimes], None] | None = None  # called after each round
         self._open: Batch | None = None  # the batch of the current round
@@ -198,7 +198,7 @@ class Engine:
         constrained = apply_constraints(batch, draft, self._target.vocab)
         round = self._verify(batch, constrained, timer)
         if round.draft.size and any(round.failed):
-            # A draft token may be the cause, which plain decoding would not score. Run the round without drafts.
+            # A draft token may be the cause, and plain decoding does not score it. Run the round without drafts.
             empty = tree.empty(len(batch.seqs), self._target.device)
             without = batch.with_budget(DraftBudget((0,) * len(batch.seqs)))
             constrained = apply_constraints(without, empty, self._target.vocab)
@@ -256,8 +256,8 @@ class Engine:
             The sequences that took part, as `step` does.
 
         Raises:
-            Exception: `error`, if no round had begun, or if other ranks run the same rounds:
-                whether they have failed, too, is unknown.
+            Exception: `error`, if no round had begun, or if other ranks run the same rounds,
+                because this rank does not know whether they failed.
         """
         if self.ranks:
             raise error

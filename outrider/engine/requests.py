@@ -1,4 +1,4 @@
-"""From encoded prompts and sampling parameters to the requests of an engine."""
+"""Make the requests of an engine from encoded prompts and sampling parameters."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class RequestMaker:
         seed: int | None = None,
         speech_output: SpeechOutput = SpeechOutput.TEXT,
     ) -> list[Request]:
-        """Do what `make` does for tokens and a source that nobody has checked."""
+        """Check the source, then do what `make` does."""
         self._codec.check_source(source)
         return self.make(EncodedPrompt(tokens, source), params, seed=seed, speech_output=speech_output)
 

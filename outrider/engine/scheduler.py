@@ -91,7 +91,7 @@ class Scheduler:
         admitted: list[SequenceState] = []
         if not self._waiting or not self._free:
             return admitted
-        # Kept up to date below. To count all sequences again for each new one takes long if there are hundreds.
+        # Updated below. Counting all sequences again for each new one is slow with hundreds of them.
         ends = {running.slot: self._reserved_length(running) for running in self._running}
         unfed = self._unfed_tokens()
         decoding = self._num_decoding()

@@ -1,8 +1,7 @@
-"""Stopwatches: how long the parts of a round take, also on a device that runs behind the host.
+"""Stopwatches measure the parts of a round on the host and on a GPU.
 
-A call that starts work on a GPU returns before the work is done. The host's time around such a call is the time of the
-launch. The work itself is waited for where the host reads the result, and would count there. So a mark is a place in
-the queue of the device: the device notes the time when it gets there.
+A call that starts work on a GPU returns before the work is done, so the host measures only the launch. It waits for the
+work where it reads the result. So a mark is an event in the queue of the device, and the device records its time.
 """
 
 from collections.abc import Callable
@@ -103,7 +102,7 @@ class HostStopwatch:
 class CudaStopwatch:
     """The stopwatch of a GPU. A mark is an event in the stream of the device.
 
-    A device without work passes a mark at once, so the time of work on the host counts as well.
+    An idle device records an event at once, so the time between two marks includes work on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,7 +116,7 @@ class CudaStopwatch:
         return event
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()  # returns at once, since the device has passed the mark
+        end.synchronize()  # returns at once, since the device has recorded the event
         return float(begin.elapsed_time(end)) / 1e3
 
 

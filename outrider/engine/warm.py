@@ -23,8 +23,8 @@ def record_passes(parts: EngineParts, proposers: Iterable[Proposer] | None = Non
 
     The passes are those of the target and of the draft models of `proposers`. None: the proposer of `parts`.
 
-    A recorded pass covers smaller ones. Without this, each shape is recorded when it is used, and requests wait for it.
-    Ranks of tensor parallelism must record together, so they record passes when they are used.
+    A recorded pass covers smaller ones. Without this call, each shape is recorded at its first use, while requests
+    wait. Ranks of tensor parallelism must record together, so they record a pass at its first use.
     """
     if parts.loaded.checkpoint.ranks > 1:
         return 0.0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.core.params import is_whole
 from outrider.core.proposer import WeightFollower
 from outrider.core.target import SleepingTarget, WeightSharer
 from outrider.drafting.propose.leaves import draft_models, leaves
@@ -93,8 +94,7 @@ class EngineWeights:
     def update_draft(self, weights: NewWeights, version: int | None = None) -> int:
         """Load new values for some or all weights of the draft model or draft head, between two rounds.
 
-        The output of the target does not change, only how many draft tokens are accepted. The
-        arguments and errors are those of `update`.
+        The output of the target does not change; the acceptance may. The arguments and errors are those of `update`.
         """
         new_version = _next_version(version, self._draft_version)
         new = self._read(weights)
@@ -197,7 +197,7 @@ class EngineWeights:
         return finite_weights(new, dtype)
 
     def _check_complete(self, new: Mapping[str, torch.Tensor]) -> None:
-        """Check that the weights that `sleep` has freed are all there."""
+        """Check that `new` has all weights that `sleep` has freed."""
         if self._asleep:
             raise OutriderError("the engine sleeps; call wake before the weights are loaded")
         absent = self._missing - new.keys() - _tied(self._parts.loaded.checkpoint, new)
@@ -213,7 +213,7 @@ class EngineWeights:
         return target
 
     def _own_drafts(self) -> list[SleepingTarget]:
-        """Return the draft models that have a KV cache of their own which they can free."""
+        """Return the draft models that can free a KV cache of their own."""
         models = map(unwrapped, draft_models(self._parts.proposer))
         return [
             model for model in models if isinstance(model, SleepingTarget) and not isinstance(model.cache, SharedCache)
@@ -230,6 +230,6 @@ def _tied(checkpoint: Checkpoint, new: Mapping[str, torch.Tensor]) -> frozenset[
 def _next_version(version: int | None, current: int) -> int:
     if version is None:
         return current + 1
-    if not isinstance(version, int) or isinstance(version, bool) or version <= current:
+    if not is_whole(version) or version <= current:
         raise OutriderError(f"version is {version!r}, and the current one is {current}; use a whole number above it")
     return version

@@ -19,33 +19,16 @@ if TYPE_CHECKING:
     from outrider.media.routers import DrafterOnly, FixedBlocks, QualityGate, RandomGate, Stride, TargetOnly
     from outrider.media.scorers import ImageRewardScorer
 
-_HOMES = {
-    "AudioModels": "models.store",
-    "BlockGenerator": "contract",
-    "BlockResult": "results",
-    "Calibration": "calibration.document",
-    "Choice": "contract",
-    "DrafterOnly": "routers",
-    "DriftWatch": "calibration.drift",
-    "FixedBlocks": "routers",
-    "ImageRewardScorer": "scorers",
-    "Judgment": "contract",
-    "Maker": "results",
-    "MediaEngine": "engine",
-    "MediaResult": "results",
-    "MediaRun": "engine",
-    "Position": "contract",
-    "QualityGate": "routers",
-    "RandomGate": "routers",
-    "Router": "contract",
-    "Scorer": "contract",
-    "Seconds": "results",
-    "StreamDecoder": "contract",
-    "Stride": "routers",
-    "TargetOnly": "routers",
-    "VideoModels": "models.store",
-    "load_models": "models.store",
-    "tune": "calibration.tune",
+_NAMES = {  # of each module
+    "calibration.document": ("Calibration",),
+    "calibration.drift": ("DriftWatch",),
+    "calibration.tune": ("tune",),
+    "contract": ("BlockGenerator", "Choice", "Judgment", "Position", "Router", "Scorer", "StreamDecoder"),
+    "engine": ("MediaEngine", "MediaRun"),
+    "models.store": ("AudioModels", "VideoModels", "load_models"),
+    "results": ("BlockResult", "Maker", "MediaResult", "Seconds"),
+    "routers": ("DrafterOnly", "FixedBlocks", "QualityGate", "RandomGate", "Stride", "TargetOnly"),
+    "scorers": ("ImageRewardScorer",),
 }
 
 __all__ = [
@@ -80,6 +63,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # `outrider --help` reads the settings of the commands, and should not import torch.
-    if name not in _HOMES:
-        raise AttributeError(f"module 'outrider.media' has no attribute {name!r}")
-    return getattr(import_module(f"outrider.media.{_HOMES[name]}"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(f"outrider.media.{module}"), name)
+    raise AttributeError(f"module 'outrider.media' has no attribute {name!r}")

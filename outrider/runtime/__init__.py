@@ -1,1 +1,1 @@
-"""What runs around a model: threads, files, processes of one model, reports."""
+"""The process around a model: threads, files, ranks, reports."""

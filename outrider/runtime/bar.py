@@ -24,7 +24,7 @@ from rich.text import Text
 
 from outrider.runtime.progress import Stage, shown_on
 
-_HIDDEN_SECONDS = 0.5  # work that is done by then shows no bar
+_HIDDEN_SECONDS = 0.5  # shorter work shows no bar
 _LINE_SECONDS = 5.0  # before the first line about a stage, and between two lines
 _LINES = 10  # at most, about one stage
 _SHARES = 1  # the total of a stage whose unit is the whole work
@@ -116,7 +116,7 @@ class StageBar:
 
 
 class _Share(BarColumn):
-    """A bar, if the end of a stage is known."""
+    """A bar, if the total of a stage is known."""
 
     def render(self, task: Task) -> Any:
         return Text() if task.total is None else super().render(task)
@@ -137,7 +137,7 @@ class _Amount(TextColumn):
 
 
 class _Time(TextColumn):
-    """How long a stage still takes, or how long it has taken if its end is not known."""
+    """The remaining time of a stage, or the elapsed time if its total is unknown."""
 
     def __init__(self) -> None:
         super().__init__("")

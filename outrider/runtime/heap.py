@@ -27,7 +27,7 @@ class Heap:
         self._base_bytes = _resident_bytes() if self._libc else 0
 
     def tidy(self, *, grown: int = _GROWTH_BYTES) -> None:
-        """Return free memory to the system, if the process has grown by `grown` bytes since the last return."""
+        """Return free memory to the system if the process has grown by `grown` bytes since the last call that did."""
         if self._libc and _resident_bytes() >= self._base_bytes + grown:
             self._libc.malloc_trim(0)
             self._base_bytes = _resident_bytes()

@@ -1,6 +1,6 @@
-"""How far long work is. Code opens a stage and counts in it; a command shows the stages of what it runs.
+"""Progress of long work. Code opens a stage and counts in it, and a command displays the open stages.
 
-Where nothing shows them, as in a program that uses `LLM`, a stage costs nothing.
+Without a display, as in a program that uses `LLM`, a stage costs nothing.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class Stage:
     """A part of the work."""
 
     title: str
-    total: float | None = None  # None: nobody knows how much there is to do
+    total: float | None = None  # None: unknown
     _: KW_ONLY
     counts_bytes: bool = False
-    announcement: str = ""  # a line for a place without bars, if the stage takes long
-    hint: str = ""  # what the person at the console can do about it
+    announcement: str = ""  # the line for a log without bars, if the stage takes long
+    hint: str = ""  # what the user can do about it
     done: float = 0
     display: Display | None = None
 
     def advance(self, amount: float = 1, line: str = "") -> None:
-        """Count what is done. `line` says what, for a place without bars."""
+        """Count what is done. `line` describes it for a log without bars."""
         self.done += amount
         if self.display is not None:
             self.display.update(self, line)

@@ -1,8 +1,7 @@
-"""The ranks of tensor parallelism: what they exchange besides the model's own collective operations.
+"""The ranks of tensor parallelism, and the values that they exchange outside of the model.
 
-Every rank runs the same engine over the same requests. All that depends on the clock, on chance or
-on input is taken from rank 0 (`share`), so that all ranks make the same decisions. After each round
-the ranks compare what they have emitted (`agree`).
+Every rank runs the same engine over the same requests. Rank 0 provides all times, random numbers and input (`share`),
+so all ranks make the same decisions. After each round the ranks compare the emitted tokens (`agree`).
 """
 
 import atexit
@@ -59,7 +58,7 @@ class Ranks:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         store, _, _ = next(rendezvous("env://"))
         self._abandoning = threading.Lock()
-        # It watches before the groups exist: a rank that dies while they are made would be waited for.
+        # Start it before the groups exist. Otherwise a rank that dies while they are made blocks the others.
         self._watchdog = Watchdog(store.clone(), rank=self.rank, size=size, on_failure=self.abandon)
         self._watchdog.start()
         atexit.register(self._exit)

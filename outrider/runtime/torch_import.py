@@ -1,6 +1,6 @@
-"""Import torch without its meta kernels, which take a quarter of the time and which a start does not use.
+"""Import torch without its meta kernels, which take a quarter of the import time.
 
-A meta kernel computes the shape of a result for tensors without memory. The shapes of operations in C++ need none.
+A meta kernel computes the shape of a result for tensors without memory. Operations in C++ do not need them.
 """
 
 import sys
@@ -22,7 +22,7 @@ def defer_meta_kernels() -> None:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds an empty module in place of the meta kernels, until something needs them."""
+    """Finds an empty module in place of the meta kernels until they are used."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -38,7 +38,7 @@ class _Finder(MetaPathFinder, Loader):
         """Let the module import the meta kernels when one of its names is used."""
 
         def find(name: str) -> Any:
-            if name.startswith("__"):  # what looks at all modules
+            if name.startswith("__"):  # a scan of all modules
                 raise AttributeError(name)
             return getattr(self._import(), name)
 

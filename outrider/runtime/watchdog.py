@@ -1,4 +1,4 @@
-"""Notice that another process has died or stopped, also while this one waits for it."""
+"""Detect that another process has died or stopped, even while this one waits for it."""
 
 import threading
 from collections.abc import Callable
@@ -15,8 +15,8 @@ _FAILED, _DONE = "failed ", "done"
 class Watchdog:
     """A thread that writes a counter to the store of the process group and reads those of the other ranks.
 
-    A collective operation does not always raise if a peer is gone: NCCL waits, and a process that
-    is stopped keeps its connections. So the ranks watch each other over the store.
+    A collective operation does not always raise if a peer is gone. NCCL waits, and a stopped process keeps its
+    connections. So the ranks watch each other through the store.
     """
 
     def __init__(self, store: Store, *, rank: int, size: int, on_failure: Callable[[str], None]) -> None:

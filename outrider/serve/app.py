@@ -15,6 +15,7 @@ from outrider.errors import OutriderError
 from outrider.serve.anthropic.schema import CountTokensRequest, MessagesRequest
 from outrider.serve.api_keys import all_keys
 from outrider.serve.async_llm import AsyncLLM
+from outrider.serve.completer import Completer
 from outrider.serve.handler import RequestHandler
 from outrider.serve.items.schema import ResponsesRequest
 from outrider.serve.middleware import add_middleware
@@ -35,6 +36,7 @@ from outrider.serve.openai.template_options import reads_thinking
 from outrider.serve.pages import add_pages
 from outrider.serve.settings import Settings
 from outrider.serve.speech.routes import add_audio_routes, add_missing_audio_routes
+from outrider.serve.speech.transcriber import Transcriber
 from outrider.serve.videos.routes import add_missing_video_routes, add_video_routes
 from outrider.serve.weight_routes import add_weight_routes, weight_root
 
@@ -72,13 +74,14 @@ def make_app(
     async_llm.latency.registry.register(EngineMetrics(async_llm))
     if settings.vllm_metrics:
         async_llm.latency.registry.register(VLLMMetrics(async_llm, name))
-    handler = RequestHandler(async_llm, settings, name=name)
+    completer = Completer(async_llm, settings.request_timeout)
+    handler = RequestHandler(async_llm, completer, settings, name=name)
     add_pages(app)
     _add_routes(app, handler, async_llm, name, videos)
     _add_text_routes(app, handler)
     _add_token_routes(app, handler, async_llm)
     if async_llm.codec.speech_rules is not None:
-        add_audio_routes(app, handler)
+        add_audio_routes(app, Transcriber(async_llm, completer), handler.check_model)
     else:
         add_missing_audio_routes(app)
     if videos is None:

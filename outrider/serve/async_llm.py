@@ -309,13 +309,16 @@ class AsyncLLM:
     def _run_round(self) -> None:
         """Handle commands, and run a round if there are requests.
 
-        `drive` does not fit: requests come and go between two rounds, rounds pause, and a round
-        that fails is repeated.
+        It does not use `drive`, because requests come and go between rounds, and rounds pause or are repeated.
         """
         engine = self._llm.engine
         self._handle_commands(wait=not self._runs())
         if self._runs():
-            if self._unpublished and engine.prefilling() and self._seconds_unpublished() >= PUBLISH_INTERVAL / 2:
+            if (
+                self._unpublished
+                and engine.prefilling()
+                and perf_counter() - self._last_publish >= PUBLISH_INTERVAL / 2
+            ):
                 self._publish_all()  # before the round, because a prefill takes long
             self._step()
 
@@ -367,9 +370,6 @@ class AsyncLLM:
             drift.update(stats)
         self._publish_and_wake(unpublished)
 
-    def _seconds_unpublished(self) -> float:
-        return perf_counter() - self._last_publish
-
     def _publish_and_wake(self, seqs: Mapping[RequestStream, SequenceState]) -> None:
         for stream, seq in seqs.items():
             is_open = stream.request.id in self._streams
@@ -386,7 +386,7 @@ class AsyncLLM:
             self._recent_failures.append(False)
             return seqs
         except Exception as error:  # the server must survive every exception of a model
-            if engine.ranks:  # nobody knows what the other ranks have done
+            if engine.ranks:  # the state of the other ranks is unknown
                 raise
             self._count_failure(error)
             try:

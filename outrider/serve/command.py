@@ -29,7 +29,6 @@ from outrider.serve.settings import Settings
 
 if TYPE_CHECKING:
     import uvicorn
-    from fastapi import FastAPI
 
     from outrider.serve.async_llm import AsyncLLM
     from outrider.serve.videos.service import VideoService
@@ -45,8 +44,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, ranks: Ranks | None = 
     Args:
         load: loads the models. It is called when the port listens.
         settings: the options of `outrider serve`.
-        ranks: the ranks of tensor parallelism, of which this is the first; the others call
-            `serve.ranks.follow`.
+        ranks: the ranks of tensor parallelism. This process is the first; the others call `serve.ranks.follow`.
 
     Raises:
         OutriderError: a package is missing, or the server cannot listen on the port.
@@ -78,7 +76,8 @@ def serve(load: Callable[[], LLM], settings: Settings, *, ranks: Ranks | None = 
             gc.collect()
             gc.freeze()  # keep the garbage collector from scanning the loaded models
             app = make_app(async_llm, settings, name=name, videos=videos, tracer=tracer)
-            server = uvicorn.Server(_config(app, settings))
+            options = _http_options(settings)
+            server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=settings.shutdown_timeout, **options))
         typer.echo(_cache_summary(llm), err=True)
         if seconds:
             typer.echo(f"compiled the layers and recorded passes as CUDA graphs in {seconds:.1f} s", err=True)
@@ -99,13 +98,6 @@ def _lead(ranks: Ranks, llm: LLM, async_llm: AsyncLLM) -> Leader:
     leader = llm.engine.followers = Leader(ranks)
     ranks.on_failure = async_llm.abandon
     return leader
-
-
-def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
-    """Return the configuration of the HTTP server."""
-    import uvicorn
-
-    return uvicorn.Config(app, timeout_graceful_shutdown=settings.shutdown_timeout, **_http_options(settings))
 
 
 def _http_options(settings: Settings) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Errors of the server that are no mistake of a client."""
+"""Errors of the server that a client has not caused."""
 
 from outrider.errors import OutriderError
 

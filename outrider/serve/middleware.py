@@ -50,18 +50,17 @@ class ApiKeyMiddleware:
             return
         entry = entry_of(scope)
         entry.key_name = key.name
-        if key.quota and scope["path"] in _CHARGED_PATHS:
-            if message := key.busy_message():
-                wait = {"Retry-After": str(ceil(key.quota.wait_seconds()))}
-                response = JSONResponse(error_response(message, kind="rate_limit_error"), 429, wait)
-                await in_api_of(scope["path"], response)(scope, receive, send)
-                return
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                key.quota.charge(entry.prompt_tokens + entry.output_tokens)
+        quota = key.quota if scope["path"] in _CHARGED_PATHS else None
+        if quota and (message := key.busy_message()):
+            wait = {"Retry-After": str(ceil(quota.wait_seconds()))}
+            response = JSONResponse(error_response(message, kind="rate_limit_error"), 429, wait)
+            await in_api_of(scope["path"], response)(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if quota:
+                quota.charge(entry.prompt_tokens + entry.output_tokens)
 
 
 class BodyLimitMiddleware:

@@ -54,7 +54,7 @@ class Settings:
     weight_updates: Annotated[str | None, Option("DIR", SERVER)] = None
     """Let all clients pause the server, put it to sleep, and load new weights from folders below DIR. Default: off."""
     media: Annotated[str | None, Option("DIR", _VIDEOS)] = None
-    """Video models for /v1/videos: a folder that recipes.video wrote, or @media for the included ones. The text model
+    """Video models for /v1/videos: a folder that recipes.video wrote, or @media for the embedded ones. The text model
     is served as well. Default: no videos."""
     max_queued_videos: Annotated[int | None, Option(panel=_VIDEOS, min=0)] = None
     """Videos that may wait. The response to further requests is 429. Default: 16."""

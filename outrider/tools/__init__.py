@@ -1,1 +1,1 @@
-"""The commands `index`, `convert`, `inspect` and `layers`."""
+"""The commands `index`, `convert`, `export`, `inspect` and `layers`."""

@@ -16,6 +16,7 @@ from outrider.models.heads.store import KEY, OWN_FORMAT, WEIGHTS, import_head, l
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.hub.names import hub_name
 from outrider.runtime.atomic_files import check_folder
+from outrider.runtime.report.console import print_plain
 
 
 def run_convert(folder: str, *, to: str, out: str, target: str | None, console: Console) -> dict[str, Any]:
@@ -35,10 +36,7 @@ def run_convert(folder: str, *, to: str, out: str, target: str | None, console: 
         OutriderError: the draft is damaged, or the format cannot represent it. Nothing is written then.
     """
     format = None if to == OWN_FORMAT else format_of(to)
-    path = Path(out).expanduser()
-    check_folder(out, "--out")
-    if path.exists() and any(path.iterdir()):
-        raise OutriderError(f"{out} exists and is not empty; give a new or empty folder")
+    path = empty_folder(out)
     target_info = find_target_info(target) if target else None
     head = checked(model_folder(folder), target_info)
     if format is None:
@@ -62,8 +60,17 @@ def run_convert(folder: str, *, to: str, out: str, target: str | None, console: 
     }
 
 
+def empty_folder(out: str) -> Path:
+    """Return the folder of `--out`. Raises OutriderError if it has files, or cannot be created or written to."""
+    check_folder(out, "--out")
+    path = Path(out).expanduser()
+    if path.exists() and any(path.iterdir()):
+        raise OutriderError(f"{out} exists and is not empty; give a new or empty folder")
+    return path
+
+
 def find_target_info(target: str) -> TargetInfo:
-    """Return what is known of a target by its name. The weights of one on the Hub are fetched if a table is read.
+    """Return the sizes and tables of a target. A table of a target on the Hub is fetched when it is read.
 
     Raises:
         OutriderError: there is no such target.
@@ -115,15 +122,12 @@ def _dtype(tensors: Tensors) -> str:
 
 
 def _print_result(head: ImportedHead, converted: ImportedHead, out: str, console: Console) -> None:
-    def show(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    show(f"{out}: converted from {head.format} to {converted.format}, and read back")
+    print_plain(console, f"{out}: converted from {head.format} to {converted.format}, and read back")
     for reason, names in head.ignored.items():
-        show(f"{len(names)} tensors were ignored ({reason}), such as {names[0]}")
+        print_plain(console, f"{len(names)} tensors were ignored ({reason}), such as {names[0]}")
     if converted.description != head.description:
         differences = ", ".join(changes(head.description, converted.description))
-        show(f"the new format describes the head differently: {differences}")
+        print_plain(console, f"the new format describes the head differently: {differences}")
 
 
 def changes(before: HeadDescription, after: HeadDescription) -> list[str]:

@@ -36,6 +36,7 @@ from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.tokenizer import read_tokenizer
 from outrider.runtime.atomic_files import check_folder
 from outrider.runtime.progress import stage
+from outrider.runtime.report.console import print_plain
 from outrider.tools.settings import IndexSettings
 
 FIELDS = ("text", "prompt", "messages")  # fields of a JSON line; the first one that exists is used
@@ -280,13 +281,10 @@ def _join(documents: Sequence[Tokens], vocab: int) -> Numbers:
 
 
 def _show(summary: Mapping[str, Any], console: Console) -> None:
-    """Print the summary. Paths are printed without wrapping and markup."""
     empty = f", {summary['empty']} of them empty" if summary["empty"] else ""
     text = (
         f"files: {summary['files']:,}{empty}, documents: {summary['documents']:,}, tokens: {summary['tokens']:,},"
         f" in {summary['seconds']:.1f} s; {summary['bytes'] / 1e6:.1f} MB in {summary['datastore']}"
     )
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"use it with --proposer retrieval:{summary['datastore']}", markup=False, highlight=False, soft_wrap=True
-    )
+    print_plain(console, text)
+    print_plain(console, f"use it with --proposer retrieval:{summary['datastore']}")

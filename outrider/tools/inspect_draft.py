@@ -1,7 +1,7 @@
 """The command `inspect`: describe a draft head, and check it against its target."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ from outrider.models.heads.formats.base import ImportedHead, TargetRequired
 from outrider.models.heads.formats.registry import find
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.load import refuse_sources
+from outrider.runtime.report.console import print_plain
 from outrider.tools.convert import checked, find_target_info
 
-ENOUGH = 0.4  # below this agreement, a draft is loaded incorrectly or hardly trained
+ENOUGH = 0.4  # a draft with a lower agreement is loaded incorrectly or hardly trained
 _TOKENS = 32  # output tokens per prompt
 _PROMPTS = (
     "def area(width, height):\n",
@@ -98,7 +99,10 @@ def checklist(description: HeadDescription) -> tuple[str, ...]:
         " by 1 (docs/reference/formats.md)"
     ]
     norm = "after" if description.aux_states.final else "before"
-    checks.append(f"norm: the last of these states is taken {norm} the target's final norm, {_final_norm(description)}")
+    final = "its own" if description.final_norm else "no"
+    checks.append(
+        f"norm: the last of these states is taken {norm} the target's final norm, and the draft has {final} final norm"
+    )
     if body := description.body:
         scaled = f"scaled by {body.rope.scaling}" if body.rope else "not scaled"
         checks.append(
@@ -132,7 +136,11 @@ def run_inspect(folder: str, *, target: str | None = None, as_json: bool = False
     Raises:
         OutriderError: the folder is not a draft head, is damaged, or belongs to another target.
     """
-    show = ProgressPrinter(Console(stderr=as_json))
+    console = Console(stderr=as_json)
+
+    def show(name: str, text: str) -> None:
+        print_plain(console, f"{name:12}{text}")
+
     path = model_folder(folder)
     target_info = find_target_info(target) if target else None
     try:
@@ -157,17 +165,7 @@ def run_inspect(folder: str, *, target: str | None = None, as_json: bool = False
     return document
 
 
-class ProgressPrinter:
-    """Prints lines with a name and a text."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def __call__(self, name: str, text: str) -> None:
-        self._console.print(f"{name:12}{text}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _show_head(head: ImportedHead, show: ProgressPrinter) -> dict[str, Any]:
+def _show_head(head: ImportedHead, show: Callable[[str, str], None]) -> dict[str, Any]:
     """Print the description of a draft head, and return its document."""
     show("format", head.format)
     for name, text in describe(head.description):
@@ -180,7 +178,7 @@ def _show_head(head: ImportedHead, show: ProgressPrinter) -> dict[str, Any]:
     return {"format": head.format, **sizes, "ignored": ignored, "description": head.description.to_json()}
 
 
-def _show_without_target(folder: Path, reason: TargetRequired, show: ProgressPrinter) -> dict[str, Any]:
+def _show_without_target(folder: Path, reason: TargetRequired, show: Callable[[str, str], None]) -> dict[str, Any]:
     """Print and return the sizes of a draft head whose description needs its target."""
     match = find(folder)
     assert match is not None
@@ -307,10 +305,6 @@ def _layers_text(body: Body) -> str:
         f"{body.layers}, {body.hidden} wide, {body.heads} heads of {body.dim} and {body.key_heads}"
         f" key heads, feed-forward size {body.ffn}{rest}"
     )
-
-
-def _final_norm(description: HeadDescription) -> str:
-    return "and the draft has its own final norm" if description.final_norm else "and the draft has no final norm"
 
 
 def _listed(traits: Mapping[str, bool]) -> str:

@@ -11,7 +11,7 @@ class TimeBudget:
     """
 
     def __init__(self, seconds: float, *, used: float = 0.0, clock: Callable[[], float] = perf_counter) -> None:
-        """Make a budget of `seconds`, of which earlier runs have used some."""
+        """Make a budget of `seconds`. Earlier runs have used `used` of them."""
         self.seconds = seconds
         self._began = used
         self._used = used

@@ -24,7 +24,7 @@ def train(kind: str, settings: Settings, *, as_json: bool) -> None:
 
 
 def _tell_state(settings: Settings) -> None:
-    """Say that the state stays, which is larger than the draft."""
+    """Tell the user that the state file remains. It is larger than the draft."""
     file = Path(settings.out).expanduser() / STATE
     if file.is_file():
         use = "more --max-minutes continue from it" if settings.max_minutes is not None else "it is only for resuming"

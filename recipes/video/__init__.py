@@ -1,1 +1,1 @@
-"""Trains the included video models of `outrider media` on videos that it draws itself."""
+"""Trains the embedded video models of `outrider media` on videos that it draws itself."""

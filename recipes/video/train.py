@@ -1,4 +1,4 @@
-"""Trains the included video models: autoencoder, target, drafter and two scorers.
+"""Trains the embedded video models: autoencoder, target, drafter and two scorers.
 
 python -m recipes.video.train --out video
 """

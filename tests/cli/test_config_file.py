@@ -23,7 +23,7 @@ def test_settings_fill_in_options_that_are_not_set(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_seqs": 4}, "max_seqs is no option of an engine; did you mean max_num_seqs"),
+        ({"max_seqs": 4}, "max_seqs is not an option of an engine; did you mean max_num_seqs"),
         ({"k": -1}, "k is -1"),
         ({"quantize": "int3"}, "quantize 'int3' is unknown"),
         ({"prefix_caching": 1}, "prefix_caching is 1; use True or False"),

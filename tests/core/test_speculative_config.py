@@ -43,8 +43,8 @@ def test_a_configuration_is_a_proposer_and_k(fields, expected):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is no JSON"),
-        ("[]", "is no JSON object"),
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
         ('{"disable_by_batch_size": 4}', "'disable_by_batch_size'; use method, model"),
         ('{"method": "guess"}', "'guess'; use ngram, suffix"),
         ('{"method": "eagle"}', "no model"),

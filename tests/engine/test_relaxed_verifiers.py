@@ -196,7 +196,7 @@ def test_trees_are_refused_by_rules_for_chains():
         ("t.json", {"vocab": 7, "groups": [[0, 1]]}, "pcg:table=", "vocabulary of 7 tokens, and the target has 6"),
         ("t.json", {"vocab": 6, "groups": [[0, 6]]}, "pcg:table=", "names token 6, and the target has the ids 0 to 5"),
         ("t.json", {"vocab": 6, "groups": [[0, 0]]}, "pcg:table=", "lists token 0 twice"),
-        ("t.json", {"vocab": 6, "groups": [[0, -1]]}, "pcg:table=", "groups that are no lists of token ids"),
+        ("t.json", {"vocab": 6, "groups": [[0, -1]]}, "pcg:table=", "groups that are not lists of token ids"),
         ("t.json", {"vocab": 6, "groups": []}, "pcg:table=", "has empty groups"),
         ("t.json", {"groups": [[0, 1]]}, "pcg:table=", "needs the number vocab and one of"),
         ("t.json", {"vocab": 6, "groups": [[0, 1]]}, "bins:distance=1,table=", "holds groups, and the rule takes bins"),

@@ -1,4 +1,4 @@
-"""Texts of the included models on a GPU: those of plain decoding, and of the CPU."""
+"""Texts of the embedded models on a GPU: those of plain decoding, and of the CPU."""
 
 import pytest
 

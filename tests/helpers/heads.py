@@ -303,7 +303,7 @@ def feed(head, description, text, states):
     head.cache.admit(0, request.prompt_token_ids)
     batch = Batch(seqs=(row,), start=(0,), feed=(tuple(text[:-1]),), budget=DraftBudget((0,)))
     width = states.shape[-1]
-    head.record_states(
+    head.hidden_states.record(
         Round(
             batch=batch,
             draft=tree.empty(1, CPU),

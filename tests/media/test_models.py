@@ -1,4 +1,4 @@
-"""The included video models: caches bit for bit, streaming decoding, captions, files."""
+"""The embedded video models: caches bit for bit, streaming decoding, captions, files."""
 
 import json
 import random

@@ -419,7 +419,7 @@ def test_invalid_trainings_are_rejected(kind, options, message, data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("proposer", "message"), [("draft:nowhere", "nowhere is not a folder"), ("ngram:5-1", "ngram:5-1 is no range")]
+    ("proposer", "message"), [("draft:nowhere", "nowhere is not a folder"), ("ngram:5-1", "ngram:5-1 is not a range")]
 )
 def test_proposer_is_checked_before_the_target_is_loaded(proposer, message, data, tmp_path, monkeypatch):
     monkeypatch.setattr("outrider.models.loader.load.name_weights", lambda *args: pytest.fail("the target was loaded"))

@@ -242,7 +242,7 @@ def _measure_head(target: HeadTarget, shares: list[int], cached: int) -> float:
         budget=DraftBudget((1,) * len(shares)),
     )
     for slot, share in enumerate(shares):
-        target.set_zero_states(slot, cached, share + 1)
+        target.hidden_states.set_zeros(slot, cached, share + 1)
     return _timed(target, batch, tree.empty(len(shares), target.device))
 
 

@@ -132,7 +132,7 @@ class CostPlanner:
         window.drafting_seqs -= prefilling
         window.prefilling_seqs += prefilling
         if window.alternative >= 0 and any(draft.width):
-            self.proposers[window.alternative].note_draft(draft)
+            self.proposers[window.alternative].estimates_acceptance = draft.accept_prob is not None
         # Do not cut sampled tokens here: the cut would depend on tokens further down the path,
         # which biases the output. Their draft was already limited by `min_draft_probs` while it
         # grew.
@@ -241,7 +241,7 @@ class CostPlanner:
     def _observation(self, batch: Batch, load: RoundLoad) -> Batch:
         """Return the batch of a round whose drafts are not verified."""
         proposer = self.proposers[self._observed]
-        proposer.count_observation()
+        proposer.observations += 1
         k = proposer.max_draft_tokens if proposer.estimates_acceptance else TRIAL_DRAFT_LENGTH
         thresholds = self._pricing.thresholds(proposer, load, in_trial=False)
         return _planned(batch, limit_budgets(k, batch), thresholds, self._observed)

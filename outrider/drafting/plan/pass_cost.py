@@ -6,7 +6,7 @@ import json
 import operator
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -99,15 +99,8 @@ class PassCost:
         counts = tuple(s.experts for s in first) if all(s.experts for s in first) else ()
         entry, pair = _least_squares(deep)
         fed = min((s.seconds / s.tokens for s in samples if not s.scored), default=None)
-        return cls(
-            tokens=base.tokens,
-            seconds=seconds,
-            entry=entry,
-            pair=pair,
-            fed=fed,
-            experts=counts,
-            expert=_expert_seconds(first, [s for s in samples if s.equal]) if counts else 0.0,
-        )
+        expert = _expert_seconds(first, [s for s in samples if s.equal]) if counts else 0.0
+        return replace(base, entry=entry, pair=pair, fed=fed, experts=counts, expert=expert)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
-from outrider.core.types import Batch, Draft
+from outrider.core.types import Batch
 from outrider.drafting.plan.draft_cost import DraftCost
 from outrider.drafting.plan.pass_cost import Clock, CostModel
 
@@ -147,14 +147,6 @@ class ProposerStats:
     def text_gain(self) -> float | None:
         """The speedup over whole texts, with prefills of the draft model. None: too few passes."""
         return self._plain_seconds / self._spent_seconds if self._passes >= _TEXT_PASSES else None
-
-    def note_draft(self, draft: Draft) -> None:
-        """Note whether its drafts have acceptance probabilities."""
-        self.estimates_acceptance = draft.accept_prob is not None
-
-    def count_observation(self) -> None:
-        """Count a round whose drafts are not verified."""
-        self.observations += 1
 
     def count_rounds(self, rounds: int, *, used: bool) -> None:
         """Count rounds in which this alternative was the one that drafts, or was idle."""

@@ -23,7 +23,8 @@ def expected_tau(acceptance: Sequence[float]) -> float:
         OutriderError: a rate is outside [0, 1].
     """
     for rate in acceptance:
-        _check_rate(rate)
+        if not 0 <= rate <= 1:
+            raise OutriderError(f"an acceptance rate is {rate}; use a share from 0 to 1")
     return 1.0 + sum(map(float, accumulate(acceptance, mul)))
 
 
@@ -106,11 +107,6 @@ def sequences_instead(*, draft_weights: float, draft_cache: float, row_cache: fl
     if not row_cache:
         raise OutriderError("row_cache is 0; give the bytes of the target's KV cache of one sequence")
     return (draft_weights + draft_cache) / row_cache
-
-
-def _check_rate(rate: float) -> None:
-    if not 0 <= rate <= 1:
-        raise OutriderError(f"an acceptance rate is {rate}; use a share from 0 to 1")
 
 
 def _check_cost(name: str, value: float) -> None:

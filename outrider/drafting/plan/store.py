@@ -107,14 +107,15 @@ def check_plan(plan: str | Path | None, *, k: int | str, planned: bool = False) 
     Raises:
         OutriderError: k is not auto, another planner decides, or the file cannot be written.
     """
-    if plan is not None and k != AUTO:
+    if plan is None:
+        return
+    if k != AUTO:
         raise OutriderError(f"plan {plan} needs k auto, and k is {k}; use k auto, or no plan")
-    if plan is not None and planned:
+    if planned:
         raise OutriderError(
             f"plan {plan} needs the planner of k auto, and another planner was given; give one of the two"
         )
-    if plan is not None:
-        check_writable(plan)
+    check_writable(plan)
 
 
 def restored(

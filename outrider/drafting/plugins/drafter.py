@@ -116,7 +116,8 @@ class Drafter:
         """
         now = self.clock()
         keys = {row.key for row in rows}
-        self._end_round(rows, now, same=not prefilling and self._has_drafted(keys))
+        has_drafted = self._pending is not None and set(self._pending.keys) == keys
+        self._end_round(rows, now, same=not prefilling and has_drafted)
         for key in [key for key in self._seqs if key not in keys]:
             self._release(key)
         for row in rows:
@@ -126,10 +127,6 @@ class Drafter:
             return []
         draft = self._draft(tuple(self._seqs[row.key] for row in rows), tuple(row.key for row in rows), now)
         return [tokens[:width] for tokens, width in zip(draft.host_tokens(), draft.width, strict=True)]
-
-    def _has_drafted(self, keys: set[Hashable]) -> bool:
-        """Return whether the last drafts are those of exactly these sequences."""
-        return self._pending is not None and set(self._pending.keys) == keys
 
     def _end_round(self, rows: Sequence[Row], now: float, *, same: bool) -> None:
         """Learn from the step that has ended. `same`: it had no other sequences than those that drafted."""

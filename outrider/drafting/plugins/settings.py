@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.core.params import AUTO
+from outrider.core.params import AUTO, is_whole
 from outrider.drafting.propose.registry import COMBINATIONS, NAMED, check_proposer, parse
 from outrider.errors import OutriderError
 
@@ -18,7 +18,7 @@ _KEYS = ("proposer", "k")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """What a plug-in knows of the engine that it runs in."""
+    """The facts of the engine that a plug-in runs in."""
 
     vocab: int  # number of ids that the target has logits for
     slots: int  # most sequences of a step
@@ -30,14 +30,14 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginSettings:
-    """What a user chooses."""
+    """The settings of a user."""
 
     proposer: str = DEFAULT_PROPOSER
     k: int | str = AUTO  # draft tokens of a sequence in a step; auto: the planner chooses
 
     @classmethod
     def read(cls, fields: Mapping[str, Any], *, prefix: str, most: int) -> PluginSettings:
-        """Return the settings in `fields`, whose names begin with `prefix`. Other names are not ours.
+        """Return the settings in `fields`, whose names begin with `prefix`. Other names are ignored.
 
         Args:
             fields: values by name.
@@ -50,7 +50,7 @@ class PluginSettings:
         known = [prefix + key for key in _KEYS]
         for name in fields:
             if name.lower().startswith(prefix) and name not in known:
-                raise OutriderError(f"{name} is no setting of the drafts; use {' or '.join(known)}")
+                raise OutriderError(f"{name} is not a setting of the drafts; use {' or '.join(known)}")
         given = {key: fields[prefix + key] for key in _KEYS if prefix + key in fields}
         settings = cls(**given)
         _check_proposer(settings.proposer, prefix)
@@ -76,8 +76,8 @@ def _check_proposer(proposer: Any, prefix: str) -> None:
 def _check_k(k: Any, prefix: str, most: int) -> None:
     if k == AUTO:
         return
-    if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= most:
-        kind = "" if isinstance(k, int) and not isinstance(k, bool) else f", {_kind(k)}"
+    if not is_whole(k) or not 0 <= k <= most:
+        kind = "" if is_whole(k) else f", {_kind(k)}"
         raise OutriderError(
             f'{prefix}k is {k!r}{kind}; use "auto", or a whole number of draft tokens from 0 to the {most} that the'
             " engine verifies, without quotes"

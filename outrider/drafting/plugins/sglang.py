@@ -3,8 +3,8 @@
     python -m sglang.launch_server --model-path TARGET --speculative-algorithm OUTRIDER
 
 SGLang calls `register` by the entry point `sglang.srt.plugins`. The worker is SGLang's own for n-grams, with drafts of
-ours in the place of those of its corpus, so SGLang scores and verifies them. It verifies equally many nodes for each
-request in every step. So the planner has nothing to decide, and short drafts are filled up.
+ours in the place of those of its corpus, so SGLang scores and verifies them. It verifies the same number of nodes for
+each request in every step. So the planner has nothing to decide, and short drafts are filled up.
 """
 
 import os
@@ -43,7 +43,7 @@ def make_worker(_: Any) -> type:
 
 
 class AsNgram:
-    """What differs from the defaults of SGLang's class for added algorithms: all that its n-grams do differently."""
+    """The properties of SGLang's n-grams that differ from the defaults of its class for added algorithms."""
 
     def is_ngram(self) -> bool:
         return True

@@ -30,13 +30,13 @@ class _Text:
         self.tokens: _Ids = np.empty(0, np.int32)
 
     def continues_as(self, row: _Ids, added: int) -> bool:
-        """Whether a row is this text and `added` more tokens."""
+        """Return whether a row is this text and `added` more tokens."""
         size = len(self.tokens)
         return len(row) == size + added and np.array_equal(self.tokens, row[:size])
 
 
 class Drafts:
-    """Drafts for each request what a proposer without a model finds, where the planner expects a gain.
+    """Drafts with a proposer without a model, for the requests where the planner expects a gain.
 
     Drafts are chains: vLLM verifies no trees. Their lengths differ between requests, up to
     `num_speculative_tokens`. A request whose draft does not pay gets none.

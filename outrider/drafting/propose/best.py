@@ -9,7 +9,7 @@ from math import inf
 
 from outrider.core import tree
 from outrider.core.proposer import Proposer, ProposerSetup, must_reproduce
-from outrider.core.types import Batch, Draft, Round, SequenceState
+from outrider.core.types import Batch, Draft, Round
 from outrider.drafting.propose.acceptance import AcceptanceEstimator
 from outrider.drafting.propose.combine import PRIOR, Combination, Drafted, choose_drafts
 from outrider.drafting.propose.leaves import draft_model
@@ -61,7 +61,8 @@ class Best(Combination):
                 part.propose(batch)
             self._width = result.width
             return result
-        first_parts = list(map(self._first_part, batch.seqs))
+        draw = self._setup.draw
+        first_parts = [self._reproducible if must_reproduce(seq, draw) else 0 for seq in batch.seqs]
         values = [-inf] * num_seqs  # of the current drafts
         later = inf  # highest expected value of the parts that have not drafted yet
         for i, part in enumerate(self.parts):
@@ -96,10 +97,6 @@ class Best(Combination):
                 estimated = sum(self._estimates[b][:verified])
                 self._records[used].learn(len(emitted) - 1, estimated, drafted=self._width[b], verified=verified)
         super().commit(round)
-
-    def _first_part(self, seq: SequenceState) -> int:
-        """Return the first part that may draft for a sequence."""
-        return self._reproducible if must_reproduce(seq, self._setup.draw) else 0
 
     def _expected_value(self, part: int, batch: Batch) -> float:
         """Return the expected value of the next draft of a part. It is infinite until the part has drafted."""

@@ -16,7 +16,7 @@ from aiohttp import (
     TraceConnectionReuseconnParams,
 )
 
-# A server may close a connection that nobody uses at the moment at which a client sends the next request on it.
+# A server may close an idle connection while the client sends the next request on it.
 _CLOSED = (ConnectionError, ClientOSError, ServerDisconnectedError)
 
 
@@ -24,7 +24,7 @@ class Connection:
     """The kept connections to one server."""
 
     def __init__(self, session: ClientSession) -> None:
-        self.retries = 0  # requests that were sent again, each time counted
+        self.retries = 0  # times that a request was sent again
         self._session = session
 
     @asynccontextmanager
@@ -36,14 +36,14 @@ class Connection:
         *,
         on_retry: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[ClientResponse]:
-        """Send a request and yield its response, of which the headers have arrived.
+        """Send a request and yield its response once the headers have arrived.
 
         The request is sent again if the server has closed a reused connection before it answered anything. On a new
         connection, or after the headers, a loss is an error: the server may have failed at this request. Every retry
         uses up a kept connection, so retries end.
 
         Args:
-            method: of HTTP.
+            method: the HTTP method.
             url: the whole URL.
             body: the JSON document to send; None: no body.
             on_retry: called before the request is sent again.

@@ -1,4 +1,4 @@
-"""Reads what /metrics of a server says about speculation: of vLLM, SGLang, llama.cpp and Outrider."""
+"""Reads the counters of speculation in the /metrics of vLLM, SGLang, llama.cpp and Outrider."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ACCEPT_LENGTH = ("sglang:spec_accept_length",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """Counters of speculation, since the start of a server or between two scrapes. None: the server has no such one."""
+    """Counters of speculation, since the start of a server or between two scrapes. None: the server lacks it."""
 
     engine: str  # "" if it is unknown
     drafts: float | None

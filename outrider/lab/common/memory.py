@@ -77,7 +77,7 @@ def _other_bytes(device: torch.device, known: int) -> int | None:
     """Return the bytes that torch holds on a GPU besides the `known` ones, or None on a CPU."""
     if device.type != "cuda":
         return None
-    torch.cuda.empty_cache()  # memory that torch keeps but nobody uses, such as buffers of measurements
+    torch.cuda.empty_cache()  # free the unused memory that torch caches, such as buffers of measurements
     return max(torch.cuda.memory_reserved(device) - known, 0)
 
 

@@ -9,7 +9,7 @@ _Record = TypeVar("_Record")
 
 
 def from_json(kind: type[_Record], document: Mapping[str, Any]) -> _Record:
-    """Return the record of which a document is `dataclasses.asdict`, after JSON.
+    """Return the record of a JSON document that was made with `dataclasses.asdict`.
 
     Fields may be JSON values, records, tuples and mappings of them, and None. Other names of the document are ignored.
     """

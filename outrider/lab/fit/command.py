@@ -12,7 +12,7 @@ from outrider.lab.fit.drafts import DraftFigures
 from outrider.lab.fit.option import Option
 from outrider.lab.fit.run import Fit
 from outrider.lab.fit.settings import Settings
-from outrider.runtime.report.console import INTERRUPTED, Document, bytes_text, new_table, print_document
+from outrider.runtime.report.console import INTERRUPTED, Document, bytes_text, new_table, print_document, print_plain
 
 
 def fit(settings: Settings, *, as_json: bool) -> None:
@@ -61,7 +61,7 @@ def show(document: Document, console: Console) -> None:
     if document["fit"]["drafts"]:
         console.print(_drafts([from_json(DraftFigures, each) for each in document["fit"]["drafts"]]))
     for line in document["fit"]["summary"]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_plain(console, line)
 
 
 def _drafts(drafts: Sequence[DraftFigures]) -> Table:

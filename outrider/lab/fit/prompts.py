@@ -46,7 +46,7 @@ def read_split(file: str | None, *, batch: int, seed: int) -> PromptSplit:
     Raises:
         OutriderError: the file cannot be read, or has too few different prompts.
     """
-    prompts = list({_content(prompt): prompt for prompt in read_prompts(file)}.values())
+    prompts = list({json.dumps([prompt.prompt, prompt.messages]): prompt for prompt in read_prompts(file)}.values())
     least = max(_LEAST, batch)
     if len(prompts) < 2 * least:
         found = "the embedded set" if file is None else file
@@ -84,10 +84,6 @@ def _across_categories(prompts: Sequence[Prompt], *, seed: int) -> list[Prompt]:
     groups = list(by_category(shuffled).values())
     longest = max(map(len, groups))
     return [group[i] for i in range(longest) for group in groups if i < len(group)]
-
-
-def _content(prompt: Prompt) -> str:
-    return json.dumps([prompt.prompt, prompt.messages])
 
 
 def _line(prompt: Prompt) -> str:

@@ -39,7 +39,7 @@ from outrider.models.loader.fingerprint import model_fingerprint
 from outrider.models.loader.load import refuse_sources
 from outrider.runtime.atomic_files import check_folder, write_whole
 from outrider.runtime.processes import world_size
-from outrider.runtime.report.console import Document, count_text
+from outrider.runtime.report.console import Document, count_text, print_plain
 from outrider.train.model.presets import KINDS
 from outrider.train.trainer import STATE as TRAINING_STATE
 
@@ -282,7 +282,7 @@ class Fit:
         self._say(f"{stage} of {_STAGES}: {text}", indent="")
 
     def _say(self, text: str, *, indent: str = "  ") -> None:
-        self._progress.print(f"{indent}{text}", highlight=False, markup=False, soft_wrap=True)
+        print_plain(self._progress, f"{indent}{text}")
 
 
 def _draft(path: Path) -> str:

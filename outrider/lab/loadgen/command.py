@@ -13,7 +13,7 @@ from outrider.core.prompts import read_prompts
 from outrider.lab.client.server import retries_text
 from outrider.lab.loadgen.figures import PERCENTILES, Figures
 from outrider.lab.loadgen.settings import Settings
-from outrider.runtime.report.console import NONE, Document, new_table, print_document
+from outrider.runtime.report.console import NONE, Document, new_table, print_document, print_plain
 from outrider.runtime.report.page import check_report, write_report
 
 
@@ -68,7 +68,7 @@ def _load_both(settings: Settings) -> _Loaded:
     ]
 
     def show(_: Document, console: Console) -> None:
-        console.print(_title(settings, "each server"), markup=False, highlight=False, soft_wrap=True)
+        print_plain(console, _title(settings, "each server"))
         console.print(table(loads, (first, second), ratios))
         console.print(NOTE, highlight=False)
         for figures in (first, second):
@@ -78,7 +78,7 @@ def _load_both(settings: Settings) -> _Loaded:
 
 
 def _show(settings: Settings, figures: Figures, console: Console) -> None:
-    console.print(_title(settings, settings.base_url), markup=False, highlight=False, soft_wrap=True)
+    print_plain(console, _title(settings, settings.base_url))
     table = new_table("")
     table.add_column("ms")
     names = [f"p{percent}" for percent in PERCENTILES]
@@ -97,7 +97,7 @@ def _show(settings: Settings, figures: Figures, console: Console) -> None:
         f" and {settings.goodput_tpot:g} s per token"
     )
     if figures.retries:
-        console.print(retries_text(figures.retries), soft_wrap=True, markup=False, highlight=False)
+        print_plain(console, retries_text(figures.retries))
     _show_errors(figures, console)
 
 

@@ -81,8 +81,8 @@ def _warn_of_other_target(file: str, tuned: str | None, used: str | None) -> Non
         _log.warning(
             "the settings of %s were measured with %s; run outrider tune for %s to find its own",
             file,
-            tuned or "the included target",
-            used or "the included target",
+            tuned or "the embedded target",
+            used or "the embedded target",
         )
 
 

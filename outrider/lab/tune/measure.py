@@ -37,6 +37,7 @@ from outrider.lab.tune.store import TrialStore
 from outrider.llm import LLM
 from outrider.models.loader.load import reads_sources
 from outrider.runtime.progress import stage
+from outrider.runtime.report.console import print_plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ def measure(
     with stage("loading models"):
         engines = VariantEngines(settings)
         for draft, reason in engines.left_out.items():
-            progress.print(f"{draft} is left out: {reason}", highlight=False, markup=False, soft_wrap=True)
+            print_plain(progress, f"{draft} is left out: {reason}")
         batches = _batches(engines.base, prompts, settings)
     with stage("measuring memory"):
         memory = _memory(engines, settings, batches)
@@ -86,11 +87,10 @@ def measure(
     budget = _budget(engines, settings, batches, store, end - perf_counter())
     found = len(_variants(engines, settings.ks, next(iter(batches))))
     if budget != (settings.max_tokens, found):
-        progress.print(
+        print_plain(
+            progress,
             f"  loading took {max_seconds - (end - perf_counter()):.0f} of {max_seconds:.0f} s. In the others,"
             f" {budget.variants} of {found} variants run, with outputs of at most {budget.max_tokens} tokens",
-            highlight=False,
-            soft_wrap=True,
         )
     shorten = partial(_shortened, max_tokens=budget.max_tokens)
     turns = Turns(

@@ -5,7 +5,7 @@ from rich.table import Table
 
 from outrider.drafting.propose.expression import short
 from outrider.lab.common.trial import label
-from outrider.runtime.report.console import NONE, Document, new_table
+from outrider.runtime.report.console import NONE, Document, new_table, print_plain
 
 _MAX_POSITIONS = 6  # positions whose acceptance is printed
 _LEFT_COLUMNS = ("proposer", "accepted, %")
@@ -17,7 +17,7 @@ def show(document: Document, console: Console) -> None:
     console.print(_cases(document))
     console.print(_texts(document))
     for line in document["summary"]:
-        console.print(f"- {line}", highlight=False, markup=False, soft_wrap=True)
+        print_plain(console, f"- {line}")
 
 
 def _cases(document: Document) -> Table:

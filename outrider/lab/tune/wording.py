@@ -120,12 +120,11 @@ def _changes(advice: Advice) -> Iterator[str]:
             f" {runner_up.overall.text} overall; measure more prompts to decide."
         )
     for plain, case in advice.others:
-        other = case
-        same_variant = (other.proposer, other.k) == (best.proposer, best.k)
+        same_variant = (case.proposer, case.k) == (best.proposer, best.k)
         if same_variant and case.overall.value >= WORTHWHILE and advice.worth:
             continue
         condition = f"At batch {plain.batch} and temperature {plain.temperature:g}"
-        fastest = f"the fastest is {short(other.proposer)} with k {other.k}, {case.overall.text} overall"
+        fastest = f"the fastest is {short(case.proposer)} with k {case.k}, {case.overall.text} overall"
         no_gain = "" if case.overall.value >= WORTHWHILE else " no proposer pays;"
         yield f"{condition}{no_gain} {fastest}."
 

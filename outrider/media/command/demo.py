@@ -8,22 +8,17 @@ from outrider.errors import OutriderError
 from outrider.media.calibration.document import Calibration
 from outrider.media.command.settings import DemoSettings
 from outrider.media.contract import Router
-from outrider.media.models.store import EMBEDDED, AudioModels, load_models
+from outrider.media.models.store import EMBEDDED, AudioModels, MediaModels, load_models
 from outrider.media.output.compare import draw_comparison
 from outrider.media.output.wav import check_sound_file, write_wav
 from outrider.media.output.writer import check_video_file, write_video
 from outrider.media.results import Maker, MediaResult
 from outrider.media.routers import DrafterOnly, QualityGate, TargetOnly
 from outrider.runtime.machine import use_threads
-from outrider.runtime.report.console import Document, new_table, print_document
+from outrider.runtime.report.console import Document, new_table, print_document, print_plain
 
 _FPS = 12.0
-EXAMPLE = "a red circle moving right from the top left on a black background"  # for the included models
-
-
-def _default_prompt(settings: DemoSettings, models: Any) -> str:
-    """Return the example for the included models, and a random caption for others."""
-    return EXAMPLE if settings.models is None else str(models.language.random_captions(1, settings.seed)[0])
+EXAMPLE = "a red circle moving right from the top left on a black background"  # for the embedded models
 
 
 def demo(settings: DemoSettings, *, as_json: bool) -> None:
@@ -59,7 +54,10 @@ class _Video:
 
     def write(self, results: dict[str, MediaResult], scores: dict[str, float]) -> Document:
         """Write the file, and return what the document says about it."""
-        panels = [(name, _line(result, scores[name]), result) for name, result in results.items()]
+        panels = [
+            (name, f"{1e3 * result.seconds.total:.0f} ms, score {scores[name]:.2f}", result)
+            for name, result in results.items()
+        ]
         written = write_video(draw_comparison(panels), self._file, fps=self._fps)
         return {"kind": "video", "files": [str(written.file)], "note": written.note}
 
@@ -83,6 +81,11 @@ class _Sounds:
         return {"kind": "audio", "files": files, "note": None}
 
 
+def _default_prompt(settings: DemoSettings, models: MediaModels) -> str:
+    """Return the example for the embedded models, and a random caption for others."""
+    return EXAMPLE if settings.models is None else models.language.random_captions(1, settings.seed)[0]
+
+
 def _gate(settings: DemoSettings) -> QualityGate:
     if settings.threshold is not None:
         return QualityGate(settings.threshold, aggregate=settings.aggregate or "min", budget=settings.budget)
@@ -90,14 +93,10 @@ def _gate(settings: DemoSettings) -> QualityGate:
     file = settings.calibration or f"{folder}/calibration.json"
     try:
         return Calibration.load(file).router(budget=settings.budget)
-    except OutriderError as error:
+    except OutriderError:
         if settings.calibration is None:
             raise OutriderError(f"{folder} has no calibration; give --threshold or --calibration") from None
-        raise error
-
-
-def _line(result: MediaResult, score: float) -> str:
-    return f"{1e3 * result.seconds.total:.0f} ms, score {score:.2f}"
+        raise
 
 
 def _show(document: Document, console: Console) -> None:
@@ -118,9 +117,9 @@ def _show(document: Document, console: Console) -> None:
     quality = "" if routed["quality"] is None else f", measured quality {100 * routed['quality']:.1f} % of target-only"
     console.print(f"[red]not exact[/red]: {routed['router']}{quality}", highlight=False)
     if document["note"]:
-        console.print(document["note"], markup=False, highlight=False, soft_wrap=True)
+        print_plain(console, document["note"])
     files = ", ".join(document["files"])
-    console.print(f"the {document['kind']} is in {files}", markup=False, highlight=False, soft_wrap=True)
+    print_plain(console, f"the {document['kind']} is in {files}")
 
 
 def _milliseconds(output: dict[str, Any]) -> float:

@@ -1,6 +1,5 @@
 """The options of `outrider media demo`, `bench` and `tune`."""
 
-import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -8,13 +7,12 @@ from outrider.core.option import MEASURE, MODEL, OUTPUT, Option
 from outrider.errors import OutriderError
 from outrider.lab.common.number_lists import parse_real
 
-_MODEL, _MEASURE, _OUTPUT = "Models", "Measuring", "Output"
 _MIN_PROMPTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaSettings:
-    """What all of these commands load, and how."""
+    """The options of all commands of `outrider media`."""
 
     models: Annotated[str | None, Option("DIR", MODEL)] = None
     """Folder that recipes.video or recipes.audio wrote. Default: the embedded video models."""
@@ -61,18 +59,18 @@ class BenchSettings(MediaSettings):
     """The options of `outrider media bench`."""
 
     num_prompts: Annotated[int, Option("N", MEASURE)] = 200
-    """How many random captions."""
+    """Number of random captions."""
     rounds: Annotated[int, Option(panel=MEASURE, min=1)] = 5
     """Parts of the prompts that are timed on their own. Speedups are medians over them."""
     thresholds: Annotated[str | None, Option("LIST", MODEL)] = None
-    """Thresholds to compare. Default: those that reject 2, 5, 10, 20, 35 and 60 % of the drafts."""
+    """Thresholds to compare. Default: those that reject 2, 5, 10, 20, 35 and 60% of the drafts."""
     quality: Annotated[float, Option("SHARE", MEASURE)] = 0.98
     """The controls are compared with the fastest gate that has this share of target-only's score."""
     aggregate: Annotated[str, Option("NAME", MODEL)] = "min"
     """How the scores of a block's frames, or windows of audio, become one: min, mean, or window:N, the worst mean of N
     in a row."""
     processor_time: Annotated[bool, Option(panel=MEASURE)] = False
-    """Count the time of the processor instead of that of the wall, for a busy machine. Use it with --threads 1: the
+    """Count processor time instead of wall time, for a busy machine. Use it with --threads 1: the
     time of all threads is added."""
     plot: Annotated[str | None, Option("FILE", OUTPUT)] = None
     """Plot speed against quality: .svg, .png or .pdf. Needs pip install "outrider[plot]"."""
@@ -94,7 +92,7 @@ class TuneSettings(MediaSettings):
     quality: Annotated[float, Option("SHARE", MEASURE)] = 0.98
     """The wanted score as a share of target-only's, such as 0.98."""
     num_prompts: Annotated[int, Option("N", MEASURE)] = 200
-    """How many random captions. Half of them choose the threshold, the others measure it."""
+    """Number of random captions. Half of them choose the threshold, the others measure it."""
     aggregate: Annotated[str, Option("NAME", MODEL)] = "min"
     """How the scores of a block's frames, or windows of audio, become one: min, mean, or window:N, the worst mean of N
     in a row."""
@@ -110,7 +108,7 @@ class TuneSettings(MediaSettings):
 def _check(prompts: int, quality: float, least: int) -> None:
     if prompts < least:
         raise OutriderError(f"--num-prompts is {prompts}; use at least {least}")
-    if not (0 < quality <= 1 and math.isfinite(quality)):
+    if not 0 < quality <= 1:
         raise OutriderError(
             f"--quality is {quality}; use a share of target-only's score above 0 and up to 1, such as 0.98"
         )

@@ -1,6 +1,5 @@
 """The controls of a quality gate: other aggregates, chance, the first block alone, and fixed places."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.media.contract import Router
@@ -55,7 +54,7 @@ def controls(gate: QualityGate, measured: Summary, *, other_threshold: float, bl
         first_only=FixedBlocks([0], name="first block only"),
         first_blocks=FixedBlocks(range(by_target), name=f"first {count_text(by_target, 'block')}"),
         last_blocks=FixedBlocks(range(blocks - by_target, blocks), name=f"last {count_text(by_target, 'block')}"),
-        strides=tuple(map(Stride, _strides(blocks))),
+        strides=tuple(Stride(k) for k in (2, 3, 4) if k < blocks),
     )
 
 
@@ -66,7 +65,3 @@ def first_block_share(drafter: Summary, first_only: Summary, gate: Summary) -> f
     """
     gain = gate.score - drafter.score
     return (first_only.score - drafter.score) / gain if gain > 0 else None
-
-
-def _strides(blocks: int) -> Sequence[int]:
-    return [k for k in (2, 3, 4) if k < blocks]

@@ -1,1 +1,1 @@
-"""The included video models, and the files of a set of models."""
+"""The embedded video models, and the files of a set of models."""

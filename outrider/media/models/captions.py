@@ -1,4 +1,4 @@
-"""The captions that the included video models understand, and their words as numbers."""
+"""The captions that the embedded video models understand, and their words as numbers."""
 
 import random
 from dataclasses import astuple, dataclass, fields

@@ -1,4 +1,4 @@
-"""The sizes of the included models, as config.json holds them."""
+"""The sizes of the embedded models, as config.json holds them."""
 
 from dataclasses import dataclass
 

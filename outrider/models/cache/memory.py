@@ -1,4 +1,4 @@
-"""Whether a KV cache that is allocated whole fits into the memory of its device, and what to change if not."""
+"""Check that a KV cache fits into the memory of its device."""
 
 import torch
 
@@ -6,7 +6,7 @@ from outrider.errors import NotEnoughMemory
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a GPU that torch can still allocate; None on another device, whose pages come when used."""
+    """Return the bytes of a GPU that torch can still allocate; None on another device."""
     if device.type != "cuda":
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

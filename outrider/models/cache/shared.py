@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from outrider.core.cache import Cache, CacheUsage, Layout
+from outrider.core.cache import Cache, Layout, UnboundedCache
 from outrider.core.types import Batch, Draft, Round
 
 
-class SharedCache:
+class SharedCache(UnboundedCache):
     """Uses the cache of its owner, the target.
 
     The draft attends to the target's own keys and values of committed tokens, so it needs no
@@ -33,17 +33,8 @@ class SharedCache:
     def length(self, slot: int) -> int:
         return self._owner.length(slot)
 
-    def set_prefix_caching(self, on: bool) -> None:
-        pass
-
-    def resize(self, blocks: int) -> None:
-        raise NotImplementedError("resize the cache of the target")
-
     def fits(self, ends: Mapping[int, int]) -> bool:
         return self._owner.fits(ends)
-
-    def usage(self) -> CacheUsage:
-        return CacheUsage()
 
     def bytes(self) -> int:
         return 0

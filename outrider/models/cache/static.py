@@ -1,17 +1,17 @@
 """The static KV cache: contiguous keys and values for each slot, allocated once."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from outrider.core import tree
-from outrider.core.cache import CacheUsage, Layout, lay_out
+from outrider.core.cache import CacheUsage, Layout, UnboundedCache, lay_out
 from outrider.core.types import Batch, Draft, Round, SequenceState
 from outrider.models.cache.memory import check_cache
 from outrider.models.cache.prefix_tree import common_prefix
 
 
-class StaticCache:
+class StaticCache(UnboundedCache):
     """Keys and values [slots, heads, capacity, dim] per layer.
 
     Draft tokens are written after the committed tokens, at the index of their node. Commit moves
@@ -100,12 +100,6 @@ class StaticCache:
         self._finished[slot] = self._cached_tokens(slot)
         self._seqs[slot] = None
         self._length[slot] = 0
-
-    def fits(self, ends: Mapping[int, int]) -> bool:
-        return True
-
-    def resize(self, blocks: int) -> None:
-        raise NotImplementedError("a static cache has no blocks")
 
     def usage(self) -> CacheUsage:
         return CacheUsage(

@@ -202,7 +202,7 @@ class Recurrence:
 
     state: int  # width of the recurrent state
     rank: int  # width of the hidden layer that maps it to logits
-    first: int = 0  # draft tokens at the begin of a block that are not corrected
+    first: int = 0  # draft tokens at the start of a block that are not corrected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +364,7 @@ def _body_problems(body: Body) -> dict[str, bool]:
     return {
         f"it has {body.layers} decoder layers": not 0 < body.layers <= _MAX_COUNT,
         f"it has sizes of {', '.join(map(str, sizes))}": not all(0 < size <= _MAX_WIDTH for size in sizes),
-        f"its {body.heads} query heads are no multiple of its {body.key_heads} key heads": (
+        f"its {body.heads} query heads are not a multiple of its {body.key_heads} key heads": (
             body.heads % max(body.key_heads, 1) > 0
         ),
         f"rotary positions need an even head size, not {body.dim}": body.rotary > 0 and body.dim % 2 > 0,
@@ -485,7 +485,7 @@ def _shared_kv_problems(description: HeadDescription) -> dict[str, bool]:
         f"it attends to a layer that its target with {description.target_layers} layers does not have": any(
             layer.layer >= description.target_layers for layer in shared
         ),
-        f"its {heads} query heads are no multiple of the key heads that it shares": any(
+        f"its {heads} query heads are not a multiple of the key heads that it shares": any(
             layer.key_heads < 1 or heads % layer.key_heads for layer in shared
         ),
     }

@@ -29,7 +29,7 @@ _READ_ERRORS = (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError
 
 
 def use_gguf_reader(reader: Callable[[Path], Unpacked]) -> None:
-    """Let a function read GGUF files: it returns the config.json and the tensors of the folder that each stands for."""
+    """Let a function read GGUF files. It returns the config.json and the tensors that a file contains."""
     global _read_gguf
     _read_gguf = reader
 
@@ -106,7 +106,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a folder, or that of the folder for which a GGUF file stands.
+    """Return the config.json of a folder, or the one that a GGUF file contains.
 
     Raises:
         OutriderError: it is missing or damaged.
@@ -146,7 +146,7 @@ def model_sizes(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
 
 
 def read_target_info(folder: str | Path) -> TargetInfo:
-    """Return what the folder of a target says about it, without loading the model.
+    """Return facts about a target from its folder, without loading the model.
 
     Raises:
         OutriderError: the config cannot be read or is not that of a language model.

@@ -50,11 +50,11 @@ class HiddenStates:
                 pieces[:] = [(pieces[0][0], torch.cat([states for _, states in pieces]))]
 
     def set(self, slot: int, states: torch.Tensor) -> None:
-        """Store the states [n, layers, H] of the first n positions."""
+        """Store the states [n, layers, H] of the first n positions, which the target had cached."""
         self._pending[slot] = [(0, states)]
 
     def set_zeros(self, slot: int, start: int, count: int) -> None:
-        """Store zeros as the states of `count` positions from `start` on."""
+        """Store zeros as the states of `count` positions from `start` on, to time passes without a target."""
         num_layers = len(self._description.aux_states.layers)
         device = self._tables.embedding.device
         self._pending[slot] = [(start, torch.zeros(count, num_layers, self._description.target_hidden, device=device))]
@@ -74,7 +74,7 @@ class HiddenStates:
         return last if states.shape[1] == 1 else torch.cat([states[:, :-1], last], 1)
 
     def read_raw(self, slot: int, begin: int, end: int) -> torch.Tensor:
-        """Return the same states as the layers put them out, before any norm."""
+        """Return the same states as the layers output them, before any norm."""
         parts = self.parts(slot, begin, end)
         if not parts:
             num_layers = len(self._description.aux_states.layers)

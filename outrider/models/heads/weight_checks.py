@@ -36,11 +36,10 @@ def check_weights(
     Args:
         expected: the weights of a module of this architecture, of which only names and shapes are read.
         weights: the weights by name.
-        names: what errors call the checkpoint and its weights.
+        names: the names of the checkpoint and its weights in errors.
 
     Raises:
-        OutriderError: a weight is missing, unexpected, of another shape or dtype, or NaN or
-            infinite, or does not hold what it must.
+        OutriderError: a weight is missing, unexpected, of another shape or dtype, NaN, infinite or otherwise invalid.
     """
     _check_names(description, expected, weights, names)
     for name, value in expected.items():

@@ -29,9 +29,9 @@ def stored_dtype(config: Any) -> torch.dtype:
 
 
 def gguf_dtype(file: GGUFFile) -> torch.dtype:
-    """Return the type of the matrices of a GGUF file but a few in float32, such as routers.
+    """Return the type of the matrices of a GGUF file, except for the few in float32, such as routers.
 
-    It is float32 if they have several types, or quantized blocks.
+    If the matrices have several types or quantized blocks, it is float32.
     """
     kinds = set(file.types) - {"F32"}
     return _GGUF_DTYPES.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32

@@ -1,4 +1,4 @@
-"""Names of models: folders, GGUF files, included models as `@NAME`, and models of the Hugging Face Hub."""
+"""Names of models: folders, GGUF files, embedded models as `@NAME`, and models of the Hugging Face Hub."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ _ASSETS = Path(__file__).parents[2] / "assets"
 
 
 def embedded(name: str) -> Path:
-    """Return the folder of an included model. Command lines and expressions call it `@NAME`.
+    """Return the folder of an embedded model. Command lines and expressions call it `@NAME`.
 
     Raises:
-        OutriderError: there is no included model of this name.
+        OutriderError: there is no embedded model of this name.
     """
     folder = _ASSETS / name
     if not name or not (folder / "config.json").is_file():
@@ -26,7 +26,7 @@ def model_folder(name: str | Path | None, *, weights: bool = True) -> Path:
     """Return the folder of a model, or its GGUF file. A model of the Hub is downloaded if its cache lacks it.
 
     Args:
-        name: a folder or a GGUF file, `@NAME` for an included model, or a name on the Hub; None: the included target.
+        name: a folder or a GGUF file, `@NAME` for an embedded model, or a name on the Hub; None: the embedded target.
         weights: whether a model of the Hub needs its weights, and not only its configuration and tokenizer.
 
     Raises:
@@ -36,7 +36,7 @@ def model_folder(name: str | Path | None, *, weights: bool = True) -> Path:
         return embedded("mini")
     if not isinstance(name, str | Path) or not str(name):
         raise OutriderError(
-            f"target is {name!r}; give the folder of a model, or leave it out to use the included model"
+            f"target is {name!r}; give the folder of a model, or leave it out to use the embedded model"
         )
     text = str(name)
     if text.startswith("@"):
@@ -74,5 +74,5 @@ def check_is_folder(path: Path) -> None:
 
 
 def is_embedded(folder: Path) -> bool:
-    """Return whether a folder is that of an included model."""
+    """Return whether a folder is that of an embedded model."""
     return folder.resolve().parent == _ASSETS.resolve()

@@ -85,7 +85,7 @@ def find_smaller(target: Path, places: Sequence[str]) -> Family:
 def count_parameters(path: Path) -> int:
     """Return the number of weights of a model without its LM head, from its configuration or the headers of its files.
 
-    A format may store a tied LM head or not, so it would tell copies of one model apart.
+    Some formats store a tied LM head and others do not. Without it, copies of one model count as equally large.
 
     Raises:
         OutriderError: it is no model, or a file is missing or damaged.
@@ -153,7 +153,7 @@ def _folder(place: str) -> Path:
 
 
 def _models(folder: Path) -> Iterator[Path]:
-    """Yield the model folders and GGUF files in a folder: of a split file the first part, and no image encoders."""
+    """Yield the model folders and GGUF files in a folder: the first part of split files, and no image encoders."""
     for file in sorted(folder.rglob("config.json")):
         yield file.parent
     for file in sorted(folder.rglob(f"*{GGUF_SUFFIX}")):

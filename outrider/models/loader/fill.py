@@ -138,7 +138,7 @@ class _Filler:
 
 
 def _clear(model: Any) -> None:
-    """Set all parameters to zeros that take no memory. Those that read images stay so."""
+    """Set all parameters to zeros that take no memory. Image encoders keep these zeros."""
     for module in model.modules():
         for key, weight in module._parameters.items():
             if weight is not None:
@@ -153,6 +153,8 @@ def _restore_buffers(model: Any, factors: list[float] | None) -> None:
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = torch.zeros_like(buffer, device="cpu")
     model.initialize_weights()  # does nothing to parameters, which are on the meta device
-    for module in model.modules() if factors is not None else ():
+    if factors is None:
+        return
+    for module in model.modules():
         if "inv_freq" in module._buffers:
             module.inv_freq /= torch.tensor(factors).view(module.inv_freq.shape)

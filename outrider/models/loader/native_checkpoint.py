@@ -222,7 +222,7 @@ def _shape(stored: Weights, source: _Source) -> torch.Size:
 
 
 def _expand_different_experts(stored: QuantizedWeights, sources: Mapping[str, _Source]) -> None:
-    """Let experts be dequantized that the kernels cannot multiply together, such as those with orders of inputs."""
+    """Dequantize experts that the kernels cannot multiply together, such as those with orders of inputs."""
     for source in sources.values():
         names = [name for parts in source.names for name in parts]
         weights = [stored[name] for name in names] if source.whole is None else []

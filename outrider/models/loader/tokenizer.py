@@ -14,6 +14,7 @@ from outrider.errors import OutriderError
 
 _RULES = ("normalizer", "pre_tokenizer", "decoder")
 _BPE_OPTIONS = ("fuse_unk", "byte_fallback", "ignore_merges")
+_CORRUPTING_CLEAN_UP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"  # a setting
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -39,7 +40,8 @@ def _read_full(path: Path) -> Any:
         missing = not (path / "tokenizer.json").exists()
         reason = "there is no tokenizer.json" if missing else " ".join(str(error).split())
         raise OutriderError(f"{path} has no working tokenizer ({reason}); copy its tokenizer.json there") from error
-    if isinstance(_model(tokenizer), BPE) and not _forces_clean_up(tokenizer):
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(getattr(backend, "model", None), BPE) and not getattr(tokenizer, _CORRUPTING_CLEAN_UP, False):
         tokenizer.clean_up_tokenization_spaces = False  # transformers ignores it for BPE, with a warning
     return tokenizer
 
@@ -90,11 +92,13 @@ def _template(path: Path, settings: Mapping[str, Any]) -> str | None:
 def _is_plain(settings: Mapping[str, Any], backend: Tokenizer, named: Mapping[str, str]) -> bool:
     """Return whether tokenizer.json says everything, and transformers adds nothing."""
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    extra = [*_extra_tokens(settings), *(str(each["content"]) for each in _listed(settings))]
+    listed = (settings.get("added_tokens_decoder") or {}).values()
+    extra = [*_extra_tokens(settings), *(str(each["content"]) for each in listed)]
     known = all(token in added for token in (*named.values(), *extra))
     special = all(added[token].special for token in named.values() if token in added)
-    clean = settings.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
-    unusual = clean or settings.get("split_special_tokens") or settings.get("fix_mistral_regex")
+    unusual = (
+        settings.get(_CORRUPTING_CLEAN_UP) or settings.get("split_special_tokens") or settings.get("fix_mistral_regex")
+    )
     return known and special and not unusual and isinstance(backend.model, BPE)
 
 
@@ -102,11 +106,6 @@ def _extra_tokens(settings: Mapping[str, Any]) -> list[str]:
     """Return the special tokens without a name."""
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
     return [str(each["content"] if isinstance(each, dict) else each) for each in extra]
-
-
-def _listed(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the added tokens that tokenizer_config.json lists."""
-    return list((settings.get("added_tokens_decoder") or {}).values())
 
 
 def _post_processor(backend: Tokenizer, settings: Mapping[str, Any], named: Mapping[str, str]) -> Any:
@@ -160,12 +159,3 @@ def _restore_rules(tokenizer: Any, file: Path) -> None:
     if isinstance(model, BPE) and isinstance(backend.model, BPE):
         for option in _BPE_OPTIONS:
             setattr(model, option, bool(description["model"].get(option)))
-
-
-def _model(tokenizer: Any) -> Any:
-    """Return the model of a tokenizer, such as BPE; None for a tokenizer in Python."""
-    return getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-
-
-def _forces_clean_up(tokenizer: Any) -> bool:
-    return bool(getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False))

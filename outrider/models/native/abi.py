@@ -227,8 +227,7 @@ def check_layout(code: ctypes.CDLL) -> None:
     """Compare the names, offsets and sizes of the fields of all structures with those of the compiled kernels.
 
     Raises:
-        RuntimeError: they differ. The message names the structure, and the first field that
-            differs.
+        RuntimeError: they differ. The message names the structure and the first field that differs.
     """
     for structure in _STRUCTURES:
         _compare_layout(structure, code)
@@ -264,8 +263,9 @@ def _compare_layout(structure: type[ctypes.Structure], code: ctypes.CDLL) -> Non
     )
 
 
-def _int_array() -> array[int]:
-    return array("i")
+def address(tensor: torch.Tensor | None) -> int:
+    """Return the address of a tensor; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -323,7 +323,7 @@ class Columns:
             export_layers=output.layers.buffer_info()[0],
             hidden_states=output.hidden_states,
             moments=output.moments,
-            state=0 if state is None else state.data_ptr(),
+            state=address(state),
             needs_fusion=state is not None and state.dim() == 3,  # states of several layers, which the kernels fuse
             num_columns=len(self.token),
             num_outputs=len(self.output_columns),
@@ -337,6 +337,6 @@ class PassOutput:
 
     logits: int = 0
     best: int = 0
-    layers: array[int] = field(default_factory=_int_array)  # layers whose outputs are exported
+    layers: array[int] = field(default_factory=lambda: array("i"))  # layers whose outputs are exported
     hidden_states: int = 0
     moments: int = 0

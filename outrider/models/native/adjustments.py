@@ -11,7 +11,7 @@ from outrider.models.native.abi import CAdjustment
 
 
 class Adjustments:
-    """How the logits of sequences [B] are changed. It keeps the arrays whose addresses the kernels get."""
+    """The changes to the logits of sequences [B]. It owns the arrays whose addresses the kernels get."""
 
     def __init__(self, seqs: Sequence[SequenceState]) -> None:
         self._kept: list[array[int] | array[float]] = []

@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from outrider.models.native.abi import CBlockMatrix, CLinear
+from outrider.models.native.abi import CBlockMatrix, CLinear, address
 from outrider.models.native.library import load_library
-from outrider.models.native.pack import GROUP, PANEL, Arena, address, to_panels, unpack
+from outrider.models.native.pack import GROUP, PANEL, Arena, to_panels, unpack
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.group_weight import Groups, GroupWeight, can_join, join, pack_integers
 from outrider.runtime.grouping import instances
@@ -123,12 +123,12 @@ class PackedBlocks:
 
 
 def can_pack(kind: str) -> bool:
-    """Return whether the kernels multiply a GGUF type, such as "Q4_K", as it is."""
+    """Return whether the kernels multiply a GGUF type, such as "Q4_K", without conversion."""
     return kind in _FORMATS
 
 
 def can_pack_together(parts: Sequence[BlockWeight]) -> bool:
-    """Return whether the kernels multiply matrices, one above the other, as they are."""
+    """Return whether the kernels multiply matrices, one above the other, without conversion."""
     if all(isinstance(part, GroupWeight) for part in parts):
         return can_join(instances(parts, GroupWeight))
     return len({part.kind for part in parts}) == 1 and can_pack(parts[0].kind)

@@ -28,10 +28,6 @@ class Build(NamedTuple):
     flags: tuple[str, ...]  # of the compiler
     needs: tuple[str, ...]  # names in `torch.cpu.get_capabilities`
 
-    def runs_with(self, capabilities: Mapping[str, Any]) -> bool:
-        """Return whether a processor with these capabilities has all instructions."""
-        return all(capabilities.get(name) for name in self.needs)
-
 
 _V3 = ("avx2", "fma3", "f16c", "bmi", "bmi2", "lzcnt")  # of the level x86-64-v3
 _VNNI = (*_V3, "avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl", "avx512_vnni")
@@ -77,12 +73,12 @@ def find_prebuilt() -> Path | None:
     installed = {path.stem.rpartition("-")[0] for path in _PREBUILT.glob("*.so")}
     builds = [build for build in BUILDS if build.machine == platform.machine() and build.name in installed]
     has = _capabilities() if builds else {}
-    usable = [build.name for build in builds if build.runs_with(has)]
+    usable = [build.name for build in builds if all(map(has.get, build.needs))]
     if wanted == COMPILED or (not wanted and not usable):
         return None
     if wanted and wanted not in usable:
         raise MissingKernels(
-            f"{VARIABLE}={wanted} is no build of the kernels that is installed and runs on this processor; use"
+            f"{VARIABLE}={wanted} is not a build of the kernels that is installed and runs on this processor; use"
             f" {', '.join((*usable, COMPILED))}, or unset it"
         )
     path = prebuilt_path(_PREBUILT, wanted or usable[0])
@@ -109,7 +105,7 @@ def sources_hash() -> str:
 
 
 def _capabilities() -> Mapping[str, Any]:
-    """Return what torch finds out about the processor, from its `cpuid` instruction or from the system."""
+    """Return the capabilities of the processor, as torch reports them."""
     import torch
 
     return torch.cpu.get_capabilities()

@@ -11,7 +11,7 @@ import torch
 
 from outrider.core.draws import Draws
 from outrider.core.types import DraftChains, Packed, StopRule
-from outrider.models.native.abi import CChain, Columns, PassOutput
+from outrider.models.native.abi import CChain, Columns, PassOutput, address
 from outrider.models.native.adjustments import Adjustments
 
 _NEVER_STOP = StopRule(weight=(0.0,), bias=(0.0,))
@@ -92,7 +92,7 @@ class Passes:
             draws: how draft tokens are sampled; None: greedy.
             state: as in `run`. At each draft token the input is the output of the column before it.
         """
-        # Both must live until the call returns: the kernels get only the addresses of their arrays.
+        # Both must live until the call returns, because the kernels get only the addresses of their arrays.
         inputs = _ChainInputs(columns, budget, stop_rule or _NEVER_STOP, draws)
         buffers = _ChainBuffers(budget, vocab if draws else 0)
         chain = CChain(vocab=vocab, **inputs.fields(), **buffers.fields())
@@ -124,18 +124,18 @@ class _ChainInputs:
     def fields(self) -> dict[str, Any]:
         """Return the fields of `CChain` that the kernels read."""
         return {
-            "slot": _address(self._slot),
-            "position": _address(self._position),
-            "entry": _address(self._entry),
-            "budget": _address(self._budget),
-            "weight": _address(self._weight),
-            "bias": _address(self._bias),
-            "end_ids": _address(self._end_ids),
-            "min_draft_prob": _address(self._min_draft_prob),
-            "params": 0 if self._params is None else _address(self._params),
+            "slot": _array_address(self._slot),
+            "position": _array_address(self._position),
+            "entry": _array_address(self._entry),
+            "budget": _array_address(self._budget),
+            "weight": _array_address(self._weight),
+            "bias": _array_address(self._bias),
+            "end_ids": _array_address(self._end_ids),
+            "min_draft_prob": _array_address(self._min_draft_prob),
+            "params": 0 if self._params is None else _array_address(self._params),
             "adjustment": self._adjustments.address if self._adjustments else 0,
-            "uniform": _tensor_address(self._uniform),
-            "race_keys": _tensor_address(self._race_keys),
+            "uniform": address(self._uniform),
+            "race_keys": address(self._race_keys),
             "min_path_prob": self._min_path_prob,
             "batch_size": len(self._budget),
             "depth": self._depth,
@@ -164,13 +164,13 @@ class _ChainBuffers:
     def fields(self) -> dict[str, Any]:
         """Return the fields of `CChain` that the kernels write to."""
         return {
-            "token": _address(self._tokens),
-            "count": _address(self._counts),
-            "scored": _address(self._scored),
-            "margin": _address(self._margins),
-            "accept_prob": _address(self._accept_probs),
-            "q": _tensor_address(self._q),
-            "q_index": _address(self._q_index),
+            "token": _array_address(self._tokens),
+            "count": _array_address(self._counts),
+            "scored": _array_address(self._scored),
+            "margin": _array_address(self._margins),
+            "accept_prob": _array_address(self._accept_probs),
+            "q": address(self._q),
+            "q_index": _array_address(self._q_index),
         }
 
     def chains(self, *, with_margins: bool) -> DraftChains:
@@ -196,9 +196,5 @@ class _ChainBuffers:
         return tuple(tuple(values[b * depth : b * depth + count]) for b, count in enumerate(self._scored))
 
 
-def _address(values: array[Any]) -> int:
+def _array_address(values: array[Any]) -> int:
     return values.buffer_info()[0]
-
-
-def _tensor_address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

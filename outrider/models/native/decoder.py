@@ -16,7 +16,7 @@ from torch.nn import functional
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.models.cache.paged import PagedCache
-from outrider.models.native.abi import CLayer, CLinear, CModel, Columns
+from outrider.models.native.abi import CLayer, CLinear, CModel, Columns, address
 from outrider.models.native.blocks import PackedBlocks, can_pack_together, dequantize_blocks, half_blocks, pack_blocks
 from outrider.models.native.calls import Passes
 from outrider.models.native.dimensions import Dimensions
@@ -29,7 +29,6 @@ from outrider.models.native.pack import (
     Arena,
     PackedWeight,
     Refill,
-    address,
     interleave,
     pack,
     pack_parts,
@@ -551,7 +550,7 @@ class Decoder(Passes):
             norm=self._norms[f"{self._body}.norm.weight"].data_ptr(),
             frequency=shape.rotary.frequency.data_ptr(),
             rotary_scale=shape.rotary.scale.data_ptr(),
-            id=0 if self._ids is None else self._ids.data_ptr(),
+            id=address(self._ids),
             pool=self._memory.address(),
             head=self._packed[_HEAD].c(),
             table=self._table.c() if self._table else CLinear(),
@@ -585,8 +584,7 @@ class Decoder(Passes):
 
     def _layer(self, i: int) -> CLayer:
         def norm(name: str | None) -> int:
-            weight = self._norms.get(f"{self._body}.layers.{i}.{name}.weight")
-            return 0 if weight is None else weight.data_ptr()
+            return address(self._norms.get(f"{self._body}.layers.{i}.{name}.weight"))
 
         family = self.shape.family
         routing = self.shape.routing

@@ -65,7 +65,7 @@ class Dimensions:
             rotary=Rotary.of(config, layer_types, dim),
             windows=tuple(window if layer_type == "sliding_attention" else 0 for layer_type in layer_types),
             gelu=activation == "gelu_pytorch_tanh",
-            table_scale=_float32(config.hidden_size**0.5) if family.scaled_table else 1.0,
+            table_scale=float(torch.tensor(config.hidden_size**0.5)) if family.scaled_table else 1.0,
             embedding_scale=getattr(config, "embedding_multiplier", 1.0),
             residual_scale=getattr(config, "residual_multiplier", 1.0),
             logit_divisor=getattr(config, "logits_scaling", 1.0),
@@ -106,11 +106,6 @@ def _score_scale(config: Any, dim: int) -> float:
         return float(multiplier)
     scalar = getattr(config, "query_pre_attn_scalar", None) or dim  # Gemma 2 and 3
     return float(scalar**-0.5)
-
-
-def _float32(value: float) -> float:
-    """Return a value as float32 has it."""
-    return float(torch.tensor(value))
 
 
 def _layer_types(config: Any) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ def pack_experts(
         weight: [experts, outputs, inputs] of any float dtype, or in a file.
         gated: whether the first half of the outputs are gates of the second half. The halves are
             then interleaved.
-        bits: bits per weight of those that are in no blocks, as in `pack`.
+        bits: bits per weight of those outside blocks, as in `pack`.
         arena: the memory of the result.
 
     Raises:
@@ -77,7 +77,7 @@ def pack_experts(
 def _pack_rows(
     rows: ExpertRows, *, gated: bool, bits: int, arena: Arena | Refill
 ) -> PackedWeight | PackedBlocks | None:
-    """Pack experts from where they lie; None: the kernels do not multiply them as they are."""
+    """Pack experts without a dense copy; None: the kernels do not multiply them without conversion."""
     order = rows.order[:, :, None]
     if gated:
         order = torch.stack([interleave(*expert.chunk(2)) for expert in order])

@@ -48,9 +48,8 @@ def load_library() -> Library:
     """Load the kernels. Without prebuilt ones, compile them first if no earlier run has.
 
     Raises:
-        MissingKernels: OUTRIDER_KERNEL_BUILD names no build that runs here, or the kernels are not
-            prebuilt, and there is no compiler, the compiler fails, or the cache folder cannot be
-            written.
+        MissingKernels: OUTRIDER_KERNEL_BUILD names a build that does not run here. Or the kernels are not prebuilt, and
+            there is no compiler, the compiler fails, or the cache folder cannot be written.
     """
     prebuilt = find_prebuilt()
     if prebuilt:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from outrider.models.cache.huge_pages import reserve
-from outrider.models.native.abi import CLinear
+from outrider.models.native.abi import CLinear, address
 from outrider.models.native.library import load_library
 
 PANEL = 32  # outputs that are computed together: kPanel of weights.h
@@ -109,7 +109,8 @@ class PackedWeight:
         """Return the weight [outputs, inputs] of the kernels: bfloat16 if it has 16 bits, else float32."""
         outputs, inputs = self.shape
         if self.scale is None:
-            return _from_panels(self.words).view(FLOAT_DTYPES[self.bits])[:outputs, :inputs]
+            rows = self.words.transpose(1, 2).reshape(-1, self.words.shape[1]).contiguous()
+            return rows.view(FLOAT_DTYPES[self.bits])[:outputs, :inputs]
         return unpack(self.c(), self.shape)
 
     def panels(self, at: slice) -> PackedWeight:
@@ -150,7 +151,7 @@ def pack_parts(
     bits: int,
     arena: Arena | Refill,
 ) -> PackedWeight:
-    """Pack a weight of a shape as `pack` does, from parts of its rows. So the weight need not be in memory as a whole.
+    """Pack a weight as `pack` does, from parts of its rows. The whole weight need not be in memory.
 
     All parts but the last one have whole panels.
     """
@@ -245,18 +246,8 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _from_panels(panels: torch.Tensor) -> torch.Tensor:
-    """[outputs / 32, n, 32] -> [outputs, n], contiguous."""
-    return panels.transpose(1, 2).reshape(-1, panels.shape[1]).contiguous()
-
-
 def unpack(layer: CLinear, shape: tuple[int, int]) -> torch.Tensor:
     """Return the weight [outputs, inputs] of a quantized layer in float32, exactly."""
     weight = torch.empty(shape)
     load_library().code.outrider_unpack(ctypes.byref(layer), *shape, weight.data_ptr())
     return weight
-
-
-def address(tensor: torch.Tensor | None) -> int:
-    """Return the address of a tensor; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()

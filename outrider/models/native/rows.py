@@ -1,4 +1,4 @@
-"""Pack dense matrices for the kernels row by row, from wherever they lie, such as a mapped file."""
+"""Pack dense matrices for the kernels row by row, from memory or a mapped file."""
 
 import ctypes
 from collections.abc import Sequence

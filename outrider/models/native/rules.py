@@ -58,7 +58,7 @@ def _verify(library: Library, rule: int, draft: Draft, p: Packed, noise: Noise) 
     }
     if draft.q is not None:
         inputs |= {"q": draft.q.values.float(), "q_index": draft.q.at}
-    # The copies must live until the call returns: the kernels get only their addresses.
+    # The copies must live until the call returns, because the kernels get only their addresses.
     tensors = {name: tensor.contiguous() for name, tensor in inputs.items()} | results
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     arguments = CVerification(**addresses, batch_size=batch_size, nodes=draft.size, vocab=vocab, rule=rule)

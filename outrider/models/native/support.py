@@ -78,6 +78,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 def may_run(config: Any) -> bool:
     """Return whether the kernels know the architecture of a configuration, and are prebuilt or can be compiled here.
 
-    Of a multimodal model they run the text part.
+    The kernels run the text part of a multimodal model.
     """
     return config.get_text_config(decoder=True).model_type in FAMILIES and is_available()

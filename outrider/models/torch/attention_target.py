@@ -45,11 +45,6 @@ _log = logging.getLogger("outrider")
 _LOGIT_BYTES = 10
 
 
-def _is_weight(value: torch.Tensor | PackedLinear | QuantizedLinear) -> bool:
-    """Return whether a value is a weight, and not a buffer."""
-    return isinstance(value, nn.Parameter | PackedLinear | QuantizedLinear)
-
-
 class AttentionTarget:
     """A decoder-only model whose layers all use attention."""
 
@@ -120,7 +115,8 @@ class AttentionTarget:
         return weight_bytes(self._model, excluding=self._source)
 
     def weight_names(self) -> frozenset[str]:
-        return frozenset(name for name, value in self._stored().items() if _is_weight(value))
+        weights = nn.Parameter | PackedLinear | QuantizedLinear  # the other stored tensors are buffers
+        return frozenset(name for name, value in self._stored().items() if isinstance(value, weights))
 
     def stored_weights(self) -> Mapping[str, torch.Tensor]:
         stored = self._stored().items()

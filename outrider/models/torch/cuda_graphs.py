@@ -260,7 +260,7 @@ class Graphs:
         """Return the uses of a bucket from which on it is recorded."""
         if covering is None:
             return _USES_UNTIL_RECORDED
-        # A longer draft takes this time in vain at each use.
+        # A longer draft wastes this time at each use.
         wasted = self._recorded[covering].seconds * (1 - share_of_steps(bucket, covering))
         if wasted <= 0:
             return COVERED_USES_UNTIL_RECORDED

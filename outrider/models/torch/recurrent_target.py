@@ -28,7 +28,7 @@ class RecurrentTarget(AttentionTarget):
 
     padded = True  # recurrent layers read the tokens of all sequences in step
 
-    # Copies of recurrent layers are not supported, so this is no `SelfDraftTarget`.
+    # Copies of recurrent layers are not supported, so this is not a `SelfDraftTarget`.
     make_submodel = None  # type: ignore[assignment]
     make_requantized = None  # type: ignore[assignment]
     _memory: RecurrentCache

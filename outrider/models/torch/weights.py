@@ -35,7 +35,7 @@ class Weights(Mapping[str, Weight]):
 
     @contextmanager
     def reading(self, names: Collection[str]) -> Iterator[Callable[[str], None]]:
-        """Show that these weights are read. The body calls what this yields with the name of each that it has read."""
+        """Show the progress of reading these weights. The body calls the yielded function with the name of each."""
         sizes = {name: self.nbytes(name) for name in names}
         with stage(reading_title(self.path), sum(sizes.values()), counts_bytes=True) as read:
             yield lambda name: read.advance(sizes[name])

@@ -363,7 +363,7 @@ class Decoder:
         )
 
     def _matrix(self, state: Mapping[str, Weight], parts: Sequence[str]) -> Matrix:
-        """Return the weights of linear layers, one above the other. Quantized ones stay so, if they can."""
+        """Return the weights of linear layers, one above the other. Supported quantized types stay quantized."""
         return stacked([self._part(part, state[f"{part}.weight"]) for part in parts])
 
     def _part(self, name: str, weight: Weight) -> torch.Tensor | QuantizedWeight:

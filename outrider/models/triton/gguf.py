@@ -48,7 +48,9 @@ def read_integers(kind: str, rows: torch.Tensor) -> Integers:
     if kind == "Q8_0":
         return Integers((rest ^ 128).flatten(1), 8, scale, None)
     if kind.startswith("Q4"):
-        return _four_bits(_nibbles(rest).flatten(1), scale, minimum)
+        # The minimum of a block is that of the value 0, and here it is that of the middle.
+        lowest = None if minimum is None else minimum - 8 * scale.float()
+        return Integers(_nibbles(rest).flatten(1), 4, scale, lowest)
     places = torch.arange(8, dtype=torch.uint8)
     high = (rest[..., :4, None] >> places & 1).flatten(-2)
     values = _nibbles(rest[..., 4:]) | high << 4
@@ -93,11 +95,6 @@ def _super(
     """Return the integers of blocks [N, B, ...]."""
     lowest = None if minimum is None else minimum.flatten(1)
     return Integers(values.flatten(1), bits, scale.view(torch.int8).flatten(1), lowest, _halves(factor).flatten(1))
-
-
-def _four_bits(values: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None) -> Integers:
-    """Return integers of 4 bits, given the minimum of the value 0; None: that of the middle is 0."""
-    return Integers(values, 4, scale, None if minimum is None else minimum - 8 * scale.float())
 
 
 def _halves(data: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,7 @@ def _rotate_and_write(
     BLOCK: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
 ):
-    """Handle one head of one token."""
+    """Rotate, write or copy one head of one token."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     channel = tl.arange(0, PADDED)
@@ -145,7 +145,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 @triton.jit
 def _rms_norm(x, weight, out, epsilon, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Norm one row."""
+    """Write the RMSNorm of one row."""
     channel = tl.arange(0, PADDED)
     exists = channel < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + channel

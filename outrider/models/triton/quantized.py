@@ -2,8 +2,8 @@
 
 A weight is [N, K], and its values lie in rows. `fp8` (e4m3) and `int8` take a byte each; int8 is stored plus 128.
 `int4` takes half a byte and is stored plus 8: 32 bytes hold 64 inputs, and byte j has input j in its low bits and input
-j + 32 in its high bits. `int6` takes 48 bytes for 64 inputs: as int4 for the lower bits, then 16 bytes of which byte j
-has two bits of each of the inputs j, j + 32, j + 16 and j + 48, from the lowest bits on. It is stored plus 32.
+j + 32 in its high bits. `int6` takes 48 bytes for 64 inputs: as int4 for the lower bits, then 16 bytes. Byte j of
+these has two bits of each of the inputs j, j + 32, j + 16 and j + 48, from the lowest bits on. It is stored plus 32.
 Scales, and zero points of integers, lie in [groups of inputs, N].
 """
 

@@ -32,7 +32,7 @@ def feeds_long_prompt(batch: Batch, first: int) -> bool:
 
 
 def whole_prompts(batch: Batch, draft: Draft) -> list[int]:
-    """Return the sequences whose feed is a large part of a long prompt, each of which is a pass of its own.
+    """Return the sequences whose feed is a large part of a long prompt. Each of them is a pass of its own.
 
     []: a sequence feeds few tokens of a long prompt, or also others. Then all tokens run in one pass
     without a fixed shape, with the same results.

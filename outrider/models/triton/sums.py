@@ -165,7 +165,7 @@ def floats(q, KIND: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
 def _read_groups(table, k, place, groups, inputs, GROUP: tl.constexpr):
     """Return the numbers of the groups of a chunk, whose first inputs are k [CHAINS], for weights `place` [PARTS, N].
 
-    They are float32. Numbers after the last group repeat the first one, of which the compiler keeps one.
+    They are float32. Numbers after the last group repeat the first one; the compiler keeps one copy.
     """
     if GROUP == 0 or table is None:
         numbers = (0.0, 0.0, 0.0, 0.0)

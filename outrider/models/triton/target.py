@@ -303,18 +303,14 @@ def _row(scores: Scores, b: int) -> Scores:
 def _joined(rows: Sequence[Scores]) -> Scores:
     """Return the scores of several sequences."""
     best = [row.best for row in rows if row.best is not None]
-    layers = rows[0].hidden_states
+    states: dict[int, torch.Tensor] = {}
+    feed_states: dict[int, tuple[torch.Tensor, ...]] = {}
+    for layer in rows[0].hidden_states:
+        states[layer] = torch.cat([row.hidden_states[layer] for row in rows])
+        feed_states[layer] = tuple(row.feed_hidden_states[layer][0] for row in rows)
     return Scores(
         logits=torch.cat([row.logits for row in rows]),
-        hidden_states={layer: _states(rows, layer) for layer in layers},
+        hidden_states=states,
         best=torch.cat(best) if len(best) == len(rows) else None,
-        feed_hidden_states={layer: _feeds(rows, layer) for layer in layers},
+        feed_hidden_states=feed_states,
     )
-
-
-def _states(rows: Sequence[Scores], layer: int) -> torch.Tensor:
-    return torch.cat([row.hidden_states[layer] for row in rows])
-
-
-def _feeds(rows: Sequence[Scores], layer: int) -> tuple[torch.Tensor, ...]:
-    return tuple(row.feed_hidden_states[layer][0] for row in rows)

@@ -31,6 +31,11 @@ def new_table(title: str) -> Table:
     return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", padding=(0, 1, 0, 0))
 
 
+def print_plain(console: Console, text: str) -> None:
+    """Print a line as it is: without colors, markup and wrapping, so that paths and names can be copied."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def count_text(count: int, noun: str) -> str:
     """Return the count and the noun: 1 round, 2 rounds."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -29,7 +29,7 @@ class Measured:
     proposer: str  # an expression
 
     def mismatch(self, proposer: str) -> str | None:
-        """Return a warning if `proposer` has another kind of cost than the measured one; None: it has not."""
+        """Return a warning if `proposer` has another kind of cost than the measured one; None: it has the same."""
         uses_model = any(name not in _LOOKUPS for name in _leaves(self.proposer))
         if uses_model != (proposer != "ngram"):
             fitting = "draft:DIR, draft:SIZE, head:SHARE or block:SHARE" if uses_model else "ngram"

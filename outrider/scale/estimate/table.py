@@ -32,7 +32,7 @@ def _assumptions(document: dict[str, Any]) -> list[str]:
         f"Datasheet: {machine['read_bytes_per_s'] / 1e9:.1f} GB/s, {machine['bf16_flops_per_s'] / 1e12:.4g} TFLOP/s in"
         f" bf16, {machine['int8_ops_per_s'] / 1e12:.4g} in 8 bits, memory {memory}.",
         f"Target: {_size(target)}. {_draft(document['arguments']['proposer'], document['draft'])}",
-        f"Acceptance, {acceptance['source']}: {_rates(document)}{_nodes(acceptance['nodes'])}.",
+        f"Acceptance, {acceptance['source']}: {_rates(acceptance)}.",
     ]
     if acceptance.get("exact") is False:
         lines.append("[red]The verifier of the benchmark was lossy[/red], and so is this estimate.")
@@ -121,7 +121,8 @@ def _limits(document: dict[str, Any]) -> list[str]:
     """Return where speculation stops paying, and what parallel drafting could gain."""
     lines = []
     for entry in document["stops_paying"]:
-        cases = (f"{name} {_batch_limit(batch)}" for name, batch in entry.items() if name != "context")
+        limits = {name: batch for name, batch in entry.items() if name != "context"}
+        cases = (f"{name} {'above 65536' if batch is None else batch}" for name, batch in limits.items())
         lines.append(f"Batch from which no draft pays, {entry['context']} cached tokens: {', '.join(cases)}.")
     middle = [result["cases"][MIDDLE] for result in document["results"]]
     gains = [case["ahead"] for case in middle if case["k"]]
@@ -139,9 +140,9 @@ def _steps(document: dict[str, Any]) -> list[str]:
         return []
     training = document["rl"]
     share = f"{training['generation_share']:.0%}"
-    overlap = f", and {training['overlap']:.0%} of it hides generation" if training["overlap"] else ""
-    limit = "" if training["limit"] is None else f"; at most {training['limit']:.2f}"
-    return [f"step: speedup of a training step, of which generation takes {share}{overlap}{limit}."]
+    overlap = f", and other work hides it during {training['overlap']:.0%} of the step" if training["overlap"] else ""
+    limit = "" if training["limit"] is None else f"; the speedup is at most {training['limit']:.2f}"
+    return [f"step: speedup of a training step. Generation takes {share} of it{overlap}{limit}."]
 
 
 def _memory(document: dict[str, Any]) -> list[str]:
@@ -178,13 +179,10 @@ def _draft(name: str, draft: dict[str, Any]) -> str:
     return f"Draft by {name}: {_size(draft['model'])}, {draft['passes']}."
 
 
-def _rates(document: dict[str, Any]) -> str:
-    rates = document["acceptance"]["rates"]
-    return " ".join(f"{100 * rate:.0f}%" for rate in rates) + (" at each position" if len(rates) == 1 else "")
-
-
-def _nodes(nodes: float) -> str:
-    return "" if nodes == 1 else f", {nodes:.2f} draft tokens per position"
+def _rates(acceptance: dict[str, Any]) -> str:
+    rates, nodes = acceptance["rates"], acceptance["nodes"]
+    text = " ".join(f"{100 * rate:.0f}%" for rate in rates) + (" at each position" if len(rates) == 1 else "")
+    return text if nodes == 1 else f"{text}, {nodes:.2f} draft tokens per position"
 
 
 def _case(document: dict[str, Any], case: dict[str, Any]) -> str:
@@ -209,10 +207,6 @@ def _fits(memory: dict[str, Any], batch: int) -> str:
     if memory["sequences"] is None:
         return NONE
     return "yes" if batch <= memory["sequences"] else "[red]no[/red]"
-
-
-def _batch_limit(batch: int | None) -> str:
-    return "above 65536" if batch is None else str(batch)
 
 
 def _number(value: float) -> str:

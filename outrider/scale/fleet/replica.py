@@ -183,8 +183,7 @@ class Replica:
         own += seqs * server.sequence_seconds
         self._admitted = 0
         self._unsent = 0
-        # `CostModel.verify` takes scored tokens for its feed. A prompt token without logits costs
-        # less.
+        # `CostModel.verify` counts fed tokens as scored tokens. A prompt token without logits costs less.
         target = costs.target(seqs * (1 + mean), seqs=sequences, cached=cached, feed=feed)
         draft = 0.0
         if costs.draft is not None and any(drafts):

@@ -29,7 +29,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         matches = self._table.matches(_blocks(pending_request))
         if not matches:
             return [replicas]
-        loads = {replica.replica_id: self._load(replica) for replica in replicas}
+        lengths = self.replica_queue_len_cache  # the last known number of requests of each replica
+        loads = {replica.replica_id: lengths.get(replica.replica_id) or 0 for replica in replicas}
         most = min(loads.values(), default=0) + self._max_imbalance
         known = {id: matches[id] for id, load in loads.items() if id in matches and load <= most}
         longest = max(known.values(), default=0)
@@ -43,10 +44,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._table.forget(replica_id)
-
-    def _load(self, replica: RunningReplica) -> int:
-        """Return the last known number of requests of a replica."""
-        return self.replica_queue_len_cache.get(replica.replica_id) or 0
 
 
 def _blocks(pending_request: PendingRequest | None) -> tuple[int, ...]:

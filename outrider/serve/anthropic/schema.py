@@ -180,7 +180,7 @@ class CountTokensRequest(TranslatedBody):
         if choice and choice.name is not None:
             fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         elif choice:
-            fields["tool_choice"] = {"any": "required"}.get(choice.type, choice.type)
+            fields["tool_choice"] = "required" if choice.type == "any" else choice.type
         if choice and choice.disable_parallel_tool_use:
             fields["parallel_tool_calls"] = False
         if self.thinking and self.thinking.type != "adaptive":

@@ -176,14 +176,9 @@ def make_tracer() -> Tracer:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    # `create` reads the name of the service from the environment, but a name that is given here
-    # would win.
-    name = {} if _has_name() else {"service.name": "outrider"}
+    # `create` prefers a name that is given here to the one in the environment.
+    has_name = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    name = {} if has_name else {"service.name": "outrider"}
     provider = TracerProvider(resource=Resource.create(name))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return Tracer(provider)
-
-
-def _has_name() -> bool:
-    """Return whether the environment names the service."""
-    return "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")

@@ -6,6 +6,11 @@ from dataclasses import dataclass, replace
 from outrider.core.markers import CALL_END, CALL_START, CHANNEL
 
 
+def quoted(text: str) -> str:
+    """Return a text as a string of a grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamFormat:
     """How a model writes arguments one by one: `open` name `middle` value `close`.
@@ -55,8 +60,8 @@ class CallFormat:
 
     def one_call(self, head: str, arguments: str) -> str:
         """Return the grammar of a call that begins with `head`. `arguments` is the rule of its arguments."""
-        close = f" {json.dumps(self.close, ensure_ascii=False)}" if self.close else ""
-        return f"{json.dumps(head, ensure_ascii=False)} {arguments}{close}"
+        close = f" {quoted(self.close)}" if self.close else ""
+        return f"{quoted(head)} {arguments}{close}"
 
 
 HERMES = CallFormat(

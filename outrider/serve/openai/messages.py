@@ -10,15 +10,15 @@ from pydantic_core import PydanticCustomError
 from outrider.serve.openai.base import StrictModel
 from outrider.serve.openai.foreign import ForeignMessageFields, Ignored
 
-_MEDIA = {  # by the type of a content part
-    "image_url": "images",
-    "input_image": "images",
-    "image": "images",
-    "input_audio": "audio",
-    "audio_url": "audio",
-    "video_url": "videos",
-    "file": "files",
-    "input_file": "files",
+_MEDIA = {  # by the type of a content part: what is not supported
+    "image_url": "images are",
+    "input_image": "images are",
+    "image": "images are",
+    "input_audio": "audio is",
+    "audio_url": "audio is",
+    "video_url": "videos are",
+    "file": "files are",
+    "input_file": "files are",
 }
 
 
@@ -51,8 +51,7 @@ class ContentPart(StrictModel):
     def _refuse_media(cls, value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind in _MEDIA:
-            message = f"{_MEDIA[kind]} are not supported by this model; send text only"
-            raise PydanticCustomError("media", message.replace("audio are", "audio is"))
+            raise PydanticCustomError("media", f"{_MEDIA[kind]} not supported by this model; send text only")
         return value
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.core.constraint import STYLE
-from outrider.serve.openai.call_formats import ParamFormat
+from outrider.serve.openai.call_formats import ParamFormat, quoted
 
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
@@ -27,13 +27,13 @@ def param_rules(name: str, schema: Mapping[str, Any], format: ParamFormat) -> li
     if not properties:
         if schema.get("additionalProperties", True) is False:
             return [f'{name}: ""']
-        key = f"{_quoted(format.open)} /[A-Za-z_][A-Za-z0-9_]*/ {_quoted(format.middle)}"
-        again = f"({_quoted(format.separator)} {name}_0)*"
+        key = f"{quoted(format.open)} /[A-Za-z_][A-Za-z0-9_]*/ {quoted(format.middle)}"
+        again = f"({quoted(format.separator)} {name}_0)*"
         return [f"{name}: ({name}_0 {again})?", f"{name}_0: {key} {_value({}, format)}"]
     rule_of = {key: f"{name}_{i}" for i, key in enumerate(properties)}
     shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
     rules = [
-        f"{rule_of[key]}: {_quoted(format.open + key + format.middle)} {_value(shared | dict(each), format)}"
+        f"{rule_of[key]}: {quoted(format.open + key + format.middle)} {_value(shared | dict(each), format)}"
         for key, each in properties.items()
     ]
     parts = _sequence([rule_of[key] for key in required], [rule_of[key] for key in optional], format)
@@ -57,10 +57,10 @@ def is_text(schema: Mapping[str, Any] | None, key: str) -> bool:
 
 def _value(schema: Mapping[str, Any], format: ParamFormat) -> str:
     """Return the grammar of a value and what closes it."""
-    close = _quoted(format.close)
+    close = quoted(format.close)
     if format.text and (schema.get("type") == "string" or not schema):
         choices = schema.get("enum")
-        return f"({' | '.join(map(_quoted, choices))}) {close}" if choices else "text"
+        return f"({' | '.join(map(quoted, choices))}) {close}" if choices else "text"
     if not format.text and schema.get("type") == "boolean":
         return f'("True" | "False") {close}'
     return f"{json_rule(schema)} {close}"
@@ -68,13 +68,9 @@ def _value(schema: Mapping[str, Any], format: ParamFormat) -> str:
 
 def _sequence(required: list[str], optional: list[str], format: ParamFormat) -> str:
     """Return the grammar of all required and some optional parts, in this order."""
-    separator = f"{_quoted(format.separator)} " if format.separator else ""
+    separator = f"{quoted(format.separator)} " if format.separator else ""
     rest = [f"({separator}{each})?" for each in optional]
     if required:
         return " ".join([f" {separator}".join(required), *rest])
     starts = [" ".join([each, *rest[i + 1 :]]) for i, each in enumerate(optional)]
     return f"({' | '.join(starts)})?"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

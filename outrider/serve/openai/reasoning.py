@@ -3,10 +3,10 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from json import dumps
 
 from outrider.core.guidance_tokenizer import ANY_SPECIAL
 from outrider.core.markers import CHANNEL, FINAL, THOUGHT_MARKERS, TURN
+from outrider.serve.openai.call_formats import quoted
 
 _ANALYSIS = f"{CHANNEL}analysis<|message|>"
 _COMMENTARY = f"{CHANNEL}commentary<|message|>"
@@ -37,18 +37,18 @@ class Reasoning:
         rules = [
             "thought: silent* head SPACE?",
             f"silent: TEXT? {ANY_SPECIAL}",
-            f"head[lazy]: TEXT {_quoted(self.close)}",
+            f"head[lazy]: TEXT {quoted(self.close)}",
             "TEXT: /(?s:.*)/ | ~/(?s:.*)/",  # ~ is the complement: bytes that are not UTF-8
             r"SPACE: /\s+/",
         ]
-        written = f" {_quoted(self.header)}" if header and self.header else ""
+        written = f" {quoted(self.header)}" if header and self.header else ""
         if self.inside:
             return "\n".join([f"prefix: thought{written}", *rules])
         return "\n".join([f"prefix: (OPEN thought)?{written}", f"OPEN: {self.lead()}", *rules])
 
     def lead(self) -> str:
         """Return how an output with reasoning begins, for a grammar."""
-        return rf"/\s*/ {_quoted(self.open)}"
+        return rf"/\s*/ {quoted(self.open)}"
 
 
 _HARMONY = Reasoning(open=_ANALYSIS, close=TURN, dropped=(FINAL, _COMMENTARY, TURN), anywhere=True, header=FINAL)
@@ -112,7 +112,7 @@ class ReasoningParser:
         return thought, answer
 
     def _find_lead(self, last: bool) -> bool:
-        """Return whether it is known if the output begins with reasoning."""
+        """Find out whether the output begins with reasoning. Return False if more text is needed to tell."""
         begin = self._buffer.lstrip()
         if self._reasoning.open.startswith(begin) and begin != self._reasoning.open and not last:
             return False
@@ -175,7 +175,3 @@ def thought_tokens(spans: Iterable[tuple[int, int]], length_of: Callable[[int], 
         begin, end = (bisect_left(range(count), at, key=length_of) for at in span)
         total += end - begin
     return total
-
-
-def _quoted(text: str) -> str:
-    return dumps(text, ensure_ascii=False)

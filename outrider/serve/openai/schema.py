@@ -8,8 +8,8 @@ from pydantic import Field, Tag
 
 from outrider.core.constraint import Constraint
 from outrider.core.params import MAX_DRAFT_LENGTH, InvalidParam, SamplingParams
-from outrider.serve.openai.base import RequestBody, StrictModel, Unused, described, type_discriminator
-from outrider.serve.openai.foreign import ForeignChatFields, ForeignFields, ForeignStreamOptions
+from outrider.serve.openai.base import RequestBody, StrictModel, described, type_discriminator
+from outrider.serve.openai.foreign import ForeignChatFields, ForeignFields, ForeignStreamOptions, Ignored
 from outrider.serve.openai.messages import Message
 from outrider.serve.stream.request_stream import StreamContent
 
@@ -232,7 +232,7 @@ class CompletionRequest(SamplingFields):
     echo: bool = Field(False, description="Return the prompt before the completion, with its log-probabilities.")
     suffix: str | None = Field(None, description="The text after the completion, for models with tokens for it.")
     best_of: int | None = Field(
-        None, ge=1, description="Completions of each prompt, of which the n likeliest ones are returned."
+        None, ge=1, description="Completions of each prompt. The n likeliest ones are returned."
     )
 
     def num_logprobs(self) -> int | None:
@@ -290,7 +290,7 @@ class Tool(StrictModel):
 
     type: Literal["function"]
     function: Function
-    cache_control: Annotated[Any, Unused(), Field(description="Accepted and not used.")] = None
+    cache_control: Ignored = None
 
 
 class FunctionName(StrictModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from outrider.core.constraint import Constraint
 from outrider.core.guidance_tokenizer import ANY_SPECIAL
 from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
-from outrider.serve.openai.call_formats import HERMES, CallFormat
+from outrider.serve.openai.call_formats import HERMES, CallFormat, quoted
 from outrider.serve.openai.param_rules import json_rule, param_rules
 from outrider.serve.openai.reasoning import Reasoning
 from outrider.serve.openai.schema import ChatRequest, Function, NamedTool
@@ -66,11 +65,11 @@ class Tools:
         `reasoning` may come first. Text before a call is free: any token may be part of it, also
         special tokens and bytes that are no characters.
         """
-        more = f"{_quoted(format.separator)} call" if self.parallel and format.separator is not None else ""
-        rest = (f" ({more})*" if more else "") + (f" {_quoted(format.end)}" if format.end else "")
+        more = f"{quoted(format.separator)} call" if self.parallel and format.separator is not None else ""
+        rest = (f" ({more})*" if more else "") + (f" {quoted(format.end)}" if format.end else "")
         rules = ["%llguidance {}", "ANY: /(?s:.*)/ | ~/(?s:.*)/"]  # ~ is the complement: bytes that are not UTF-8
         if self.required:
-            rules.append(f"start: {_quoted(format.trigger)} call{rest}")
+            rules.append(f"start: {quoted(format.trigger)} call{rest}")
         else:
             rules += self._free_text(format, reasoning, rest, repeats=bool(more))
         rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(self.functions))))
@@ -83,7 +82,7 @@ class Tools:
             else:
                 rules.append(f"arguments_{i}: {json_rule(parameters)}")
         if format.param and format.param.text:
-            rules.append(f"text[lazy]: ANY {_quoted(format.param.close)}")
+            rules.append(f"text[lazy]: ANY {quoted(format.param.close)}")
         grammar = Constraint.grammar("\n".join(rules))
         return replace(grammar, prefix=reasoning.grammar()) if reasoning else grammar
 
@@ -96,13 +95,13 @@ class Tools:
         starts = [reasoning.lead()] if reasoning and not reasoning.inside else []
         if format.at_start:
             heads = [format.head(function.name) for function in self.functions]
-            starts += map(_quoted, heads)
+            starts += map(quoted, heads)
             yield f"start: silent* (TEXT | first{rest})"
             yield "first: " + " | ".join(format.one_call(head, f"arguments_{i}") for i, head in enumerate(heads))
         else:
             calls = f"head call{rest}"
             yield f"start: (silent* {calls})* silent* TEXT?" if repeats else f"start: silent* (TEXT | {calls})"
-            yield f"head[lazy]: TEXT {_quoted(format.trigger)}"
+            yield f"head[lazy]: TEXT {quoted(format.trigger)}"
         yield f"silent: TEXT? {ANY_SPECIAL}"
         yield f"TEXT: ~(({' | '.join(starts)}) ANY)" if starts else "TEXT: ANY"
 
@@ -124,7 +123,3 @@ class Tools:
             {"type": "function", "function": function.model_dump(exclude={"strict"}, exclude_none=True)}
             for function in self.functions
         ]
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

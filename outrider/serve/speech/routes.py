@@ -1,5 +1,6 @@
 """The routes of OpenAI's API that turn speech into text."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -7,19 +8,17 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from outrider.errors import OutriderError
-from outrider.serve.handler import RequestHandler
-from outrider.serve.openai.errors import RESPONSES, UnknownName, attribute_errors
+from outrider.serve.openai.errors import RESPONSES, UnknownName
 from outrider.serve.openai.responses import usage
 from outrider.serve.speech.formats import to_document, to_srt, to_verbose_document, to_vtt
 from outrider.serve.speech.schema import (
     FORM_LIMITS,
     AudioFields,
-    AudioRequest,
     TranscriptionFields,
     TranslationFields,
     parse_form,
 )
-from outrider.serve.speech.session import Session
+from outrider.serve.speech.transcriber import Transcriber
 from outrider.serve.speech.transcript import Transcript
 
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
@@ -31,8 +30,8 @@ _TEXT_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def add_audio_routes(app: FastAPI, handler: RequestHandler) -> None:
-    """Add the routes.
+def add_audio_routes(app: FastAPI, transcriber: Transcriber, check_model: Callable[[str | None], None]) -> None:
+    """Add the routes. `check_model` raises UnknownModel for a model that is not served.
 
     Raises:
         OutriderError: the package that reads forms is not installed.
@@ -40,17 +39,25 @@ def add_audio_routes(app: FastAPI, handler: RequestHandler) -> None:
     if find_spec("python_multipart") is None:
         raise OutriderError('a server of a speech model needs python-multipart; run pip install "outrider[serve]"')
 
+    async def answer(request: Request, model: type[AudioFields]) -> Response:
+        async with request.form(**FORM_LIMITS) as form:
+            asked = await parse_form(form, model)
+        fields = asked.fields
+        check_model(fields.model)
+        session = await transcriber.session(asked)
+        return await transcriber.transcribe(session, request, lambda transcript: _response(fields, transcript))
+
     @app.post(
         TRANSCRIPTIONS, responses=_TEXT_RESPONSES, response_class=Response, openapi_extra=_body(TranscriptionFields)
     )
     async def transcribe(request: Request) -> Response:
         """Transcribe a WAV file."""
-        return await _transcribe(handler, request, TranscriptionFields)
+        return await answer(request, TranscriptionFields)
 
     @app.post(TRANSLATIONS, responses=_TEXT_RESPONSES, response_class=Response, openapi_extra=_body(TranslationFields))
     async def translate(request: Request) -> Response:
         """Translate the speech of a WAV file to English."""
-        return await _transcribe(handler, request, TranslationFields)
+        return await answer(request, TranslationFields)
 
 
 def add_missing_audio_routes(app: FastAPI) -> None:
@@ -68,23 +75,6 @@ def _body(fields: type[AudioFields]) -> dict[str, Any]:
     schema = fields.model_json_schema()
     form = {**schema, "properties": {"file": _FILE, **schema["properties"]}, "required": ["file"]}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}}}
-
-
-async def _transcribe(handler: RequestHandler, request: Request, model: type[AudioFields]) -> Response:
-    async with request.form(**FORM_LIMITS) as form:
-        asked = await parse_form(form, model)
-    fields = asked.fields
-    handler.check_model(fields.model)
-    session = await _session(handler, asked)
-    return await handler.transcribe(session, request, lambda transcript: _response(fields, transcript))
-
-
-async def _session(handler: RequestHandler, asked: AudioRequest[Any]) -> Session:
-    options = asked.fields.options()
-    params = asked.fields.params()
-    with attribute_errors("file"):
-        audio = await handler.prompt_encoder.hear(asked.audio, asked.name, timestamps=options.timestamps)
-    return handler.session(audio, options, params)
 
 
 def _response(fields: AudioFields, transcript: Transcript) -> Response:

@@ -77,7 +77,7 @@ def load_served_models(option: str) -> ServedModels:
     """Load the models of `--media`.
 
     Args:
-        option: a folder that `recipes.video` wrote, or `@media` for the included models.
+        option: a folder that `recipes.video` wrote, or `@media` for the embedded models.
 
     Raises:
         OutriderError: the folder holds no video models, or its calibration cannot be read or used.

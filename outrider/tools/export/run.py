@@ -15,8 +15,8 @@ from outrider.models.heads.formats.base import ImportedHead
 from outrider.models.heads.formats.registry import find
 from outrider.models.heads.store import KEY, import_head
 from outrider.models.loader.embedded import model_folder
-from outrider.runtime.atomic_files import check_folder
-from outrider.tools.convert import run_convert
+from outrider.runtime.report.console import print_plain
+from outrider.tools.convert import empty_folder, run_convert
 from outrider.tools.export.engines import FOLDER, GGUF, IN_TARGET, MASKED, MODEL, SUFFIX, Draft, Recipe, engine_of
 from outrider.tools.export.gguf_model import same_tokens, write_gguf
 from outrider.tools.export.length import find_length
@@ -48,7 +48,7 @@ def run_export(settings: ExportSettings, *, console: Console) -> dict[str, Any]:
     engine, folder, target = settings.engine, settings.folder, settings.target
     chosen = engine_of(engine)
     source = None if folder == SUFFIX else model_folder(folder)
-    path = _empty_folder(settings.out)
+    path = empty_folder(settings.out)
     head = _head(source) if source else None
     kind = SUFFIX if source is None else MODEL if head is None else _kind(head.description)
     recipe = chosen.recipe(kind)
@@ -64,20 +64,19 @@ def run_export(settings: ExportSettings, *, console: Console) -> dict[str, Any]:
         path=str(written), target=named.name, target_gguf=named.gguf, converts_target=named.converts, k=length.k
     )
     command = recipe.command(draft)
-    labels = [_label(recipe), *(filter(None, (length.note, tokenizer_note(named, recipe))))]
+    labels = [_label(recipe), *filter(None, (length.note, tokenizer_note(named, recipe)))]
     comments = "".join(f"# {label}\n" for label in labels)
     files = {_SCRIPT: f"#!/bin/sh\n{comments}{command}\n", **recipe.files(draft)}
-    if source:
-        files[CARD] = _card(source, target, command, chosen.title)
     models: dict[Path, Callable[[], None]] = {}
     if source:
+        files[CARD] = _card(source, target, command, chosen.title)
         models[written] = partial(_write, source, recipe, written, target)
     if named.source:
         models[Path(named.gguf)] = partial(_write_gguf, named.source, Path(named.gguf))
     _write_all(path, models, files)
     names = [*(model.name for model in models), *files]
     for line in (f"{settings.out}: {', '.join(names)} for {chosen.title}", *labels, command):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_plain(console, line)
     return {
         "engine": engine,
         "kind": kind,
@@ -113,15 +112,6 @@ def _write_all(path: Path, models: Mapping[Path, Callable[[], None]], files: Map
         raise
     for name, text in files.items():
         (path / name).write_text(text, encoding="utf-8")
-
-
-def _empty_folder(out: str) -> Path:
-    """Return the folder of `--out`, which need not exist."""
-    path = Path(out).expanduser()
-    check_folder(out, "--out")
-    if path.exists() and any(path.iterdir()):
-        raise OutriderError(f"{out} exists and is not empty; give a new or empty folder")
-    return path
 
 
 def _remove(folder: Path | None, *written: Path) -> None:

@@ -17,15 +17,15 @@ class ExportedTarget:
     name: str  # an existing folder or file, the name of a model on the Hub, or TARGET
     gguf: str  # the GGUF file of an engine that needs one
     converts: bool = False  # the command writes `gguf` with the converter of llama.cpp
-    source: Path | None = None  # an included model that is written as `gguf`
+    source: Path | None = None  # an embedded model that is written as `gguf`
 
 
 def find_target(target: str | None, recipe: Recipe, out: Path) -> ExportedTarget:
     """Return how a command names a target.
 
-    `@NAME` becomes the folder of the included model, and the name of a model on the Hub stays. For
+    `@NAME` becomes the folder of the embedded model, and the name of a model on the Hub stays. For
     an engine that reads GGUF, the file is `target` itself, the file `TARGET.gguf` beside its
-    folder, or one in `out`: written at once for an included model, whose tokenizer the converter of
+    folder, or one in `out`: written at once for an embedded model, whose tokenizer the converter of
     llama.cpp does not know, and by the first line of the command for other folders.
 
     Args:
@@ -34,7 +34,7 @@ def find_target(target: str | None, recipe: Recipe, out: Path) -> ExportedTarget
         out: the folder of the export.
 
     Raises:
-        OutriderError: there is no included model of this name.
+        OutriderError: there is no embedded model of this name.
     """
     if target is None:
         return ExportedTarget(name=TARGET, gguf=f"{TARGET}.gguf")
@@ -58,6 +58,6 @@ def tokenizer_note(target: ExportedTarget, recipe: Recipe) -> str:
     if not recipe.converts_head or target.source is None:
         return ""
     return (
-        "the converter stops at the tokenizer of an included model: add it to get_vocab_base_pre of"
+        "the converter stops at the tokenizer of an embedded model: add it to get_vocab_base_pre of"
         " the converter, with the result llama-bpe"
     )

@@ -29,7 +29,7 @@ MAX_BLOCKS = 512  # per sequence
 # Weights of the losses of a refiner, besides that after given tokens: after its own tokens, and without correction.
 _CONSISTENCY_WEIGHT, _BASE_WEIGHT = 0.3, 0.6
 _UNARY_WEIGHT = 1.0  # of the loss without the correction of a selector
-CONSISTENCY_PASSES = 3  # of which each batch trains one, at random
+CONSISTENCY_PASSES = 3  # each batch trains one of them, at random
 _CHUNK_LOGITS = 1 << 24  # computed at once, for own tokens
 
 

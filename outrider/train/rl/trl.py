@@ -14,7 +14,7 @@ from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.train.rl.peft import merged_weights
-from outrider.train.rl.records import Rollout, RolloutBatch
+from outrider.train.rl.records import RolloutBatch
 from outrider.train.rl.rollout import RolloutEngine
 
 _CALLS = 1 << 20  # calls of a step; a training step has one, an evaluation one per batch
@@ -67,10 +67,10 @@ class TRLRollouts:
         self._calls = (self._calls + 1) % _CALLS
         # TRL looks at the last token of each completion, so that a failed one needs a token, too.
         end = trainer.processing_class.eos_token_id
-        rows = [
-            ((end,), (0.0,), 0) if rollout.error or not rollout.token_ids else _row(rollout)
-            for rollout in batch.rollouts
-        ]
+        rows: list[tuple[tuple[int, ...], tuple[float, ...], int]] = []  # 1: the loss uses the tokens
+        for rollout in batch.rollouts:
+            failed = rollout.error or not rollout.token_ids
+            rows.append(((end,), (0.0,), 0) if failed else (rollout.token_ids, rollout.sampled_logprobs, 1))
         out: dict[str, Any] = {
             "prompt_ids": [list(rollout.prompt_token_ids) for rollout in batch.rollouts],
             "completion_ids": [list(ids) for ids, _, _ in rows],
@@ -100,11 +100,6 @@ class TRLRollouts:
         if any(not isinstance(message.get("content"), str) for message in prompt):
             raise OutriderError("a message has content that is no text; Outrider generates from text only")
         return self.engine.llm.encode_chat(prompt)
-
-
-def _row(rollout: Rollout) -> tuple[tuple[int, ...], tuple[float, ...], int]:
-    """Return the tokens and log-probabilities of a rollout, and 1: the loss uses them."""
-    return rollout.token_ids, rollout.sampled_logprobs, 1
 
 
 def _sampling_params(args: Any) -> SamplingParams:

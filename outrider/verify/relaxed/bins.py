@@ -18,12 +18,12 @@ def bins(order: torch.Tensor, distance: int) -> VerifyFunction:
     """Return the rule that accepts a draft token within `distance` bins of the target's own token y, sampled from p.
 
     At each node, the rule accepts the child that is nearest to y, if it is within the distance.
-    Otherwise it emits y. It verifies trees. A token that is no bin is accepted only if it is y. A
+    Otherwise it emits y. It verifies trees. A token outside the bins is accepted only if it is y. A
     draft token without probability under p is not accepted, with one exception: if p is one-hot, as
     in greedy decoding, a draft token that was chosen without randomness may be.
 
     Args:
-        order: [V] int64 the bin of each token; -1: the token is no bin.
+        order: [V] int64 the bin of each token; -1: the token is not a bin.
         distance: largest number of bins between an accepted draft token and y.
     """
     return partial(_verify, order=order, distance=distance)

@@ -18,7 +18,7 @@ class RuleOptions:
             example: an expression that is valid.
 
         Raises:
-            OutriderError: the text is no list of known options, each given once.
+            OutriderError: the text is not a list of known options, each given once.
         """
         self._expression = expression
         self._example = example

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from outrider.core.params import is_whole
 from outrider.errors import OutriderError
 from outrider.verify.relaxed.groups import OverlappingGroups
 from outrider.verify.rules import TargetFacts
@@ -193,7 +194,7 @@ def _read_embedding(path: Path) -> Table:
         raise OutriderError(f"table {path} has no finite tensor embedding [tokens, dimensions]; add it")
     if tokens is not None:
         if tokens.shape != embedding.shape[:1] or tokens.is_floating_point():
-            raise OutriderError(f"table {path} has tokens that are no list of one id per row of embedding; correct it")
+            raise OutriderError(f"table {path} has tokens that are not one id per row of embedding; correct it")
         tokens = tokens.long()
         _check_distinct(path, tokens.tolist())
     return Table(file=path.name, kind="embedding", tokens=tokens, embedding=embedding)
@@ -218,7 +219,7 @@ def _read_json(path: Path) -> Table:
     else:
         lists = values if kind == "groups" else [values]
     if not isinstance(lists, list) or not all(isinstance(each, list) and all(map(_is_id, each)) for each in lists):
-        raise OutriderError(f"table {path} has {kind} that are no lists of token ids; correct it")
+        raise OutriderError(f"table {path} has {kind} that are not lists of token ids; correct it")
     for each in lists:
         _check_distinct(path, each)
     if not any(lists):
@@ -227,7 +228,7 @@ def _read_json(path: Path) -> Table:
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return is_whole(value) and value >= 0
 
 
 def _check_distinct(path: Path, tokens: Sequence[int]) -> None:

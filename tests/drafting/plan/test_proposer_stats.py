@@ -1,7 +1,6 @@
 """Tests of what the planner knows of a proposer: acceptance, the best draft length, trials, and its state."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -58,13 +57,13 @@ def test_nothing_is_drafted_if_nothing_is_accepted():
 
 def test_trimmed_drafts_have_the_whole_limit():
     stats = stats_of()
-    stats.note_draft(SimpleNamespace(accept_prob=((0.5,),)))
+    stats.estimates_acceptance = True
     for _ in range(20):
         stats.learn(outcome(4), cached=0)
     length, gain = best_length(stats)
     assert length == 12
     assert gain == pytest.approx(5 / 1.4, rel=0.05)
-    stats.note_draft(SimpleNamespace(accept_prob=None))
+    stats.estimates_acceptance = False
     assert not stats.estimates_acceptance
 
 
@@ -72,7 +71,7 @@ def test_single_tokens_are_drafted_where_longer_drafts_lose():
     """A draft token takes half a pass. The estimates let 4 be drafted, of which 1 is accepted."""
     half = PassCost(tokens=(1, 2), seconds=(0.5, 0.5), entry=0, pair=0)
     stats = stats_of(costs(FLAT, half))
-    stats.note_draft(SimpleNamespace(accept_prob=((0.5,),)))
+    stats.estimates_acceptance = True
     for _ in range(20):
         stats.learn(replace(outcome(1), draft_seconds=20.0), cached=0)
     length, gain = best_length(stats)
@@ -83,7 +82,7 @@ def test_single_tokens_are_drafted_where_longer_drafts_lose():
 def test_lookups_keep_the_whole_limit():
     """Their estimates tell where a first token is worth it, so its acceptance says nothing about the other places."""
     stats = stats_of(costs(FLAT, None))
-    stats.note_draft(SimpleNamespace(accept_prob=((0.5,),)))
+    stats.estimates_acceptance = True
     for _ in range(20):
         stats.learn(replace(outcome(1), output_tokens=5, draft_seconds=0.0), cached=0)
     assert best_length(stats)[0] == 12
@@ -110,7 +109,7 @@ def test_speedup_over_whole_texts_needs_passes():
 def test_a_hopeless_trial_ends_early():
     stats = stats_of()
     stats.start_trial()
-    stats.note_draft(SimpleNamespace(accept_prob=((0.5,),)))
+    stats.estimates_acceptance = True
     left = stats.trial_passes_left
     assert left
     stats.count_trial_passes(1, LOAD, Clock(stats.costs))

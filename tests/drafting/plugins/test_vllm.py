@@ -229,7 +229,10 @@ def test_a_proposer_that_fails_costs_drafts_only(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"outrider_history": 5}, "outrider_history is no setting of the drafts; use outrider_proposer or outrider_k"),
+        (
+            {"outrider_history": 5},
+            "outrider_history is not a setting of the drafts; use outrider_proposer or",
+        ),
         ({"outrider_k": 9}, 'outrider_k is 9; use "auto", or a whole number of draft tokens from 0 to the 4 that'),
         ({"outrider_k": "4"}, "outrider_k is '4', a string; use \"auto\", or a whole number"),
         ({"outrider_k": [4]}, "outrider_k is [4], a value of the type list"),
@@ -238,7 +241,7 @@ def test_a_proposer_that_fails_costs_drafts_only(monkeypatch, tmp_path):
         ({"outrider_proposer": "merge(suffix,draft:DIR)"}, "draft needs a model"),
         ({"outrider_proposer": "sufix"}, "did you mean suffix"),
         ({"outrider_proposer": 5}, "outrider_proposer is 5, a value of the type int, and must be a string"),
-        ({"outrider_proposer": "suffix:many"}, "no valid number of tokens"),
+        ({"outrider_proposer": "suffix:many"}, "not a valid number of tokens"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):

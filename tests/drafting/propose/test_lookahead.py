@@ -10,7 +10,7 @@ import torch
 from outrider.core import tree
 from outrider.core.types import Scores
 from outrider.drafting.propose.lookup import lookahead
-from outrider.drafting.propose.lookup.lookahead import LookaheadProposer, Sizes
+from outrider.drafting.propose.lookup.lookahead import LookaheadProposer, Sizes, parse_lookahead_size
 from outrider.drafting.propose.registry import find_proposer
 from outrider.errors import OutriderError
 from outrider.testing import ToyTarget, toy_setup
@@ -199,8 +199,8 @@ def test_output_is_the_targets_with_fewer_passes(temperature):
 
 def test_sizes_are_parsed_from_the_argument():
     setup = toy_setup(ToyTarget())
-    assert find_proposer("lookahead", setup)._sizes == Sizes()
-    assert find_proposer("lookahead:9x3x4", setup)._sizes == Sizes(window=9, size=3, guesses=4)
+    assert parse_lookahead_size("") == Sizes()
+    assert parse_lookahead_size("9x3x4") == Sizes(window=9, size=3, guesses=4)
     for argument in ("9", "9x3", "9x1x4", "0x3x4", "9x3x0", "axbxc", "9x3x4x5"):
         with pytest.raises(OutriderError, match="write lookahead:"):
             find_proposer(f"lookahead:{argument}", setup)

@@ -74,7 +74,7 @@ def test_a_file_of_recordings(tmp_path):
     [
         (None, "", "names no file"),
         ("{}", "", "no list prompt_token_ids"),
-        ('{"prompt_token_ids": [1], "token_ids": [true]}', "", "True, which is no token id"),
+        ('{"prompt_token_ids": [1], "token_ids": [true]}', "", "True, which is not a token id"),
         ('{"prompt_token_ids": [1], "token_ids": [2]}', ":1.5", "from 0 to 1"),
         ('{"prompt_token_ids": [1], "token_ids": [2]}', ":0.5:0.5", "whole number"),
     ],

@@ -54,7 +54,7 @@ def test_config_of_another_target_is_a_warning(tmp_path, caplog):
     assert not caplog.records  # only the precision comes from the file
     assert configured(file, target="@nano").proposer == "ngram"
     (record,) = caplog.records
-    assert "measured with the included target; run outrider tune for @nano" in record.message
+    assert "measured with the embedded target; run outrider tune for @nano" in record.message
 
 
 def test_draft_window_applies_to_proposers_with_a_draft(prompts):

@@ -61,7 +61,7 @@ def test_lists_of_proposers_and_draft_lengths():
         ({"verifier": "nobody"}, "verifier 'nobody' is unknown"),
         ({"quantize": "int3"}, "quantize 'int3' is unknown"),
         ({"proposers": ("ngram", "draft:nowhere")}, "nowhere is not a folder"),
-        ({"proposers": ("ngram:5-1",)}, "ngram:5-1 is no range"),
+        ({"proposers": ("ngram:5-1",)}, "ngram:5-1 is not a range"),
         ({"draft_window": 0}, "draft_window is 0; use a whole number of at least 1"),
         ({"draft_window": 32}, "the proposer ngram has no draft that reads the text"),
         ({"draft_window": 32, "proposers": ("ngram", "suffix")}, "none of ngram, suffix has a draft that reads"),

@@ -64,7 +64,7 @@ def note_states(head, seqs, aux_states, ends) -> None:
     batch = Batch(seqs=tuple(seqs), start=tuple(begins), feed=feeds, budget=DraftBudget((0,) * len(seqs)))
     scores = Scores(logits=torch.zeros(len(seqs), 1, 1), hidden_states=node_states, feed_hidden_states=feed_states)
     empty = [()] * len(seqs)
-    head.record_states(make_round(batch, tree.empty(len(seqs), CPU), scores, empty, empty))
+    head.hidden_states.record(make_round(batch, tree.empty(len(seqs), CPU), scores, empty, empty))
     head.num_noted |= {seq.slot: end for seq, end in zip(seqs, ends, strict=True)}
 
 

@@ -100,7 +100,7 @@ def test_number_of_pending_states_is_bounded(kind, make, tmp_path, monkeypatch):
             llm.submit(prompt, SamplingParams(max_tokens=28, ignore_eos=True))
         for _ in range(20):
             llm.engine.step()
-        num_pending = max(map(llm.parts.proposer.model.num_pending_states, range(2)))
+        num_pending = max(map(llm.parts.proposer.model.hidden_states.num_pending, range(2)))
         llm.parts.planner.k = 3
         llm.engine.on_round = lambda round, drafts=drafts: drafts.append(round.draft.host_tokens())
         while llm.engine.busy():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from outrider.core.tokenizer import FastTokenizer
-from outrider.models.loader.tokenizer import _read_full, read_tokenizer
+from outrider.models.loader.tokenizer import read_tokenizer
 from tests.helpers.published_tokenizers import PUBLISHED, VARIANTS, save_tokenizer
 
 TEXTS = ("Hello  world", " a", "Cafe\u0301 😊", "12345 \n\n\t x</s>", "<|im_start|>user<tool_call>{}</tool_call>", "")
@@ -32,7 +32,7 @@ def folder(request, tmp_path):
 
 
 def test_fast_tokenizer_equals_that_of_transformers(folder):
-    fast, full = read_tokenizer(folder), _read_full(folder)
+    fast, full = read_tokenizer(folder), read_tokenizer(folder).full
     assert isinstance(fast, FastTokenizer)
     assert type(fast.full) is type(full)
     for text in TEXTS:
@@ -58,7 +58,7 @@ def test_fast_tokenizer_equals_that_of_transformers(folder):
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_conversations_are_rendered_as_by_transformers(folder, template):
-    fast, full = read_tokenizer(folder), _read_full(folder)
+    fast, full = read_tokenizer(folder), read_tokenizer(folder).full
     if template is not None:
         fast.chat_template = full.chat_template = template
     for prompted in (True, False):

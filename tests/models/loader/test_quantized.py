@@ -5,6 +5,7 @@ import logging
 import random
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.core import tree
-from outrider.drafting.propose.placement import _check_can_split
+from outrider.drafting.propose.placement import place_draft_model
 from outrider.engine.default_proposer import can_draft_for_itself
 from outrider.errors import UnsupportedModel
 from outrider.lab.bench.pass_work import flops_per_token
@@ -340,8 +341,9 @@ def test_commands_see_the_dequantized_model(shelf, tmp_path):
     settings = with_engine(Settings, out=str(tmp_path / "out"), data=[str(data)], target=target, train_target=0.3)
     with pytest.raises(OutriderError, match="keeps its quantized ones; use the folder of the unquantized model"):
         Training("mtp", settings)
-    with pytest.raises(OutriderError, match="a quantized checkpoint cannot be split"):
-        _check_can_split(str(written.folder), 2)
+    ranks = SimpleNamespace(size=2)
+    placement = place_draft_model(target, ranks, asked="auto", device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert (placement.sharded, placement.reason) == (False, "a quantized checkpoint cannot be split")
 
 
 @needs_compiler

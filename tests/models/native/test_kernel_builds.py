@@ -92,7 +92,7 @@ def test_the_variable_names_the_build(name, installed, monkeypatch):
 @pytest.mark.parametrize("name", ["avx512-bf16", "neon", "best"])  # lacks instructions, other machine, unknown
 def test_a_build_that_does_not_run_is_refused(name, installed, monkeypatch):
     monkeypatch.setenv("OUTRIDER_KERNEL_BUILD", name)
-    message = f"OUTRIDER_KERNEL_BUILD={name} is no build .* use avx2, ssse3, compiled, or unset it$"
+    message = f"OUTRIDER_KERNEL_BUILD={name} is not a build .* use avx2, ssse3, compiled, or unset it$"
     with pytest.raises(MissingKernels, match=message):
         find_prebuilt()
 

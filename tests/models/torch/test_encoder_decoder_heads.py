@@ -149,9 +149,9 @@ def test_sampled_output_has_the_distribution_of_the_model(name, kind, shape, she
 def test_head_follows_new_weights(shelf, head):
     llm = LLM(shelf.folder("t5"), proposer=f"draft:{head('t5', 'medusa')}", k=4, **OPTIONS)
     changed = {name: value * 1.5 for name, value in shelf.model("t5").state_dict().items() if name == "shared.weight"}
-    before = llm.parts.proposer._head.module.logits(torch.ones(1, 32))
+    before = llm.parts.proposer.model.module.logits(torch.ones(1, 32))
     llm.update_weights(changed)
-    after = llm.parts.proposer._head.module.logits(torch.ones(1, 32))
+    after = llm.parts.proposer.model.module.logits(torch.ones(1, 32))
     assert torch.allclose(after, 1.5 * before, rtol=1e-4)
 
 

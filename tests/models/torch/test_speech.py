@@ -382,7 +382,7 @@ WRONG_SOURCES = [
     (np.full(5, np.nan, np.float32), "NaN or infinite samples"),
     (np.zeros(5, np.int16), "the audio has samples of type int16; give floats"),
     (["a"], "cannot be read"),
-    ([[None, 1.0]], "items that are no numbers"),
+    ([[None, 1.0]], "items that are not numbers"),
     ({1}, "the audio is a set"),
     (AudioFeatures(torch.zeros(8, 99)), r"have shape \(8, 99\), and the model takes \(8, 100\)"),
 ]

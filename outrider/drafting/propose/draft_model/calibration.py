@@ -21,8 +21,8 @@ _MOST_OPERATIONS = 3e11  # that they may take: about 5 s on two cores with AVX2
 def calibrated_copy(target: SelfDraftTarget, bits: int, setup: ProposerSetup) -> Target:
     """Make a copy of the target with 8 or 4 bits.
 
-    With 4 bits and the native kernels, the target reads a few tokens of the embedded prompts at the first start. What
-    they tell about its inputs is kept in the cache folder. Larger targets read none: it would delay the start too much.
+    With 4 bits and the native kernels, the target reads a few tokens of the embedded prompts at the first start. The
+    measured inputs are kept in the cache folder. Larger targets read none, because it would delay the start too much.
 
     Args:
         target: no sequence runs on it.

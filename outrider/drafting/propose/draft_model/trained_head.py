@@ -30,16 +30,16 @@ class _HiddenStateProposer(DraftModelProposer):
         return super().propose(batch)
 
     def commit(self, round: Round) -> None:
-        self._head.record_states(round)
+        self._head.hidden_states.record(round)
         super().commit(round)
 
     def _read_cached_states(self, batch: Batch) -> None:
         """Read the target's hidden states for sequences that start with a cached prefix."""
         head, target = self._head, self._setup.target
         for seq, start in zip(batch.seqs, batch.start, strict=True):
-            if start and not head.has_states(seq.slot) and isinstance(target, HiddenStateCache):
+            if start and not head.hidden_states.has_states(seq.slot) and isinstance(target, HiddenStateCache):
                 states = target.cached_hidden_states(seq.slot, self.needs.layers, start)
-                head.set_cached_states(seq.slot, states)
+                head.hidden_states.set(seq.slot, states)
 
 
 class HeadProposer(_HiddenStateProposer):
@@ -76,7 +76,7 @@ def feed_pending(head: HeadTarget, batch: Batch) -> None:
         start = head.cache.length(seq.slot)
         # The last state stays pending, because the next draft starts from it.
         stop = min(batch.start[b], start + tokens_left)
-        has_many = not batch.draft_budget[b] and head.num_pending_states(seq.slot) >= MAX_PENDING
+        has_many = not batch.draft_budget[b] and head.hidden_states.num_pending(seq.slot) >= MAX_PENDING
         if start < stop <= head.context and has_many:
             due.append((b, start, stop))
             tokens_left -= stop - start

@@ -92,7 +92,7 @@ class Datastore:
         """Map a datastore into memory. Lookups read from disk what they need.
 
         Raises:
-            OutriderError: the folder is no datastore, it is damaged, or it has another version.
+            OutriderError: the folder is not a datastore, it is damaged, or it has another version.
         """
         path = Path(folder).expanduser()
         header = read_header(path)
@@ -236,7 +236,7 @@ def read_header(folder: Path) -> Header:
     """Read the header of a datastore.
 
     Raises:
-        OutriderError: the folder is no datastore, it is damaged, or it has another version.
+        OutriderError: the folder is not a datastore, it is damaged, or it has another version.
     """
     try:
         entries = json.loads((folder / HEADER).read_text("utf-8"))

@@ -192,5 +192,5 @@ def parse_ngram_range(argument: str) -> tuple[int, int] | None:
         case [int(shortest), int(longest)] if 1 <= shortest <= longest <= _MAX_NGRAM:
             return shortest, longest
     raise OutriderError(
-        f"ngram:{argument} is no range; write ngram:1-5 for n-grams of 1 to 5 tokens, of {_MAX_NGRAM} at most"
+        f"ngram:{argument} is not a range; write ngram:1-5 for n-grams of 1 to 5 tokens, of {_MAX_NGRAM} at most"
     )

@@ -67,7 +67,12 @@ class _SuccessorTable:
         """Add the tokens of the prompt before position `end`."""
         stop = min(end, self._num_prompt_tokens)
         for position in range(self._next_position, stop):
-            self._add_prompt_token(tuple(tokens[max(position - _MAX_SUFFIX, 0) : position]), tokens[position])
+            token = tokens[position]
+            for start in reversed(range(max(position - _MAX_SUFFIX, 0), position)):
+                suffix = tuple(tokens[start:position])
+                known = self._successors.get(suffix)
+                others = [other for other in known.tokens if other != token] if known else []
+                self._successors[suffix] = _Successors([token, *others[: _NUM_SUCCESSORS - 1]], None)
         self._next_position = max(self._next_position, stop)
 
     def add_output(self, tokens: Sequence[int]) -> None:
@@ -126,12 +131,6 @@ class _SuccessorTable:
             tokens = [token for token, _ in self._output_counts.most_common(_NUM_SUCCESSORS)]
             self._frequent = _Successors(tokens, None)
         return self._frequent
-
-    def _add_prompt_token(self, suffix: tuple[int, ...], token: int) -> None:
-        for size in range(1, len(suffix) + 1):
-            known = self._successors.get(suffix[-size:])
-            others = [other for other in known.tokens if other != token] if known else []
-            self._successors[suffix[-size:]] = _Successors([token, *others[: _NUM_SUCCESSORS - 1]], None)
 
 
 class RecycleProposer:

@@ -3,7 +3,7 @@
 It shows the ceiling of a proposer: the speed at an acceptance that a trained draft would have, without a draft's cost.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from outrider.core.params import is_whole
 from outrider.core.prompts import Line, read_lines
 from outrider.core.proposer import ProposerSetup
 from outrider.core.types import Batch, Draft, Needs, Request, Round
@@ -145,18 +146,15 @@ def read_recordings(file: Path) -> list[Recording]:
     Raises:
         OutriderError: the file cannot be read, or a line is wrong; the message has the line number.
     """
-    return list(map(_recording, read_lines(file, form=_FORM)))
+    lines = read_lines(file, form=_FORM)
+    return [Recording(_token_ids(line, "prompt_token_ids"), _token_ids(line, "token_ids")) for line in lines]
 
 
-def _recording(line: Line) -> Recording:
-    return Recording(*(tuple(_token_ids(line, name)) for name in ("prompt_token_ids", "token_ids")))
-
-
-def _token_ids(line: Line, name: str) -> Iterator[int]:
+def _token_ids(line: Line, name: str) -> tuple[int, ...]:
     values = line.fields.get(name)
     if not isinstance(values, list):
         raise OutriderError(f"{line.where}: there is no list {name}; write {_FORM}")
     for value in values:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise OutriderError(f"{line.where}: {name} has {value!r}, which is no token id; write {_FORM}")
-        yield value
+        if not is_whole(value) or value < 0:
+            raise OutriderError(f"{line.where}: {name} has {value!r}, which is not a token id; write {_FORM}")
+    return tuple(values)

@@ -108,8 +108,8 @@ class RetrievalProposer:
         # Samples are sorted by their continuations, so equal tokens are adjacent.
         counts = Counter(next_tokens[parent.occurrences.start : parent.occurrences.stop])
         starts = accumulate(counts.values(), initial=parent.occurrences.start)
-        groups = sorted(zip(counts.items(), starts, strict=False), key=_negative_count)
-        for (token, token_count), start in groups[:most]:
+        groups = sorted(zip(counts.items(), starts, strict=False), key=lambda group: -group[0][1])
+        for (token, token_count), start in groups[:most]:  # the most frequent tokens
             if token < self._vocab:
                 kind = (matched, count_bits, token_count * _SHARE_LEVELS // total)
                 prior = token_count / (total + _PRIOR_COUNT / matched**2)
@@ -160,9 +160,3 @@ def open_datastore(argument: str) -> OpenedDatastore:
     if not 1 <= shortest <= LONGEST:
         raise OutriderError(f"retrieval cannot look up suffixes of {shortest} tokens; use 1 to {LONGEST}")
     return OpenedDatastore(Datastore.open(folder), folder, shortest)
-
-
-def _negative_count(group: tuple[tuple[int, int], int]) -> int:
-    """Return the sort key of a group ((token, count), start): the most frequent token first."""
-    (_, token_count), _ = group
-    return -token_count

@@ -117,7 +117,7 @@ def parse_history_size(argument: str) -> int:
     tokens = parse_count(argument or "0")
     if argument and not (tokens and tokens <= _MAX_HISTORY):
         raise OutriderError(
-            f"suffix:{argument} is no valid number of tokens; write suffix:100000 to keep 100000"
+            f"suffix:{argument} is not a valid number of tokens; write suffix:100000 to keep 100000"
             f" tokens of past outputs, or another number up to {_MAX_HISTORY}"
         )
     return tokens or 0

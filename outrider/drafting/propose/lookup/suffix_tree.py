@@ -57,7 +57,7 @@ class ShareCalibration:
         """Learn from the draft of a sequence after the tokens `emitted` were committed."""
         self._acceptance.learn(draft.builder, draft.kinds, emitted)
         for kind in set(draft.kinds):
-            share = _mean_share(kind)
+            share = min((kind % (_SHARE_LEVELS + 1) + 0.5) / _SHARE_LEVELS, 1.0)  # in the middle of the level
             self.factors[kind] = self._acceptance.accept_prob(kind, share * _prior_factor(kind)) / share
 
 
@@ -160,11 +160,6 @@ def _merge(steps: dict[int, _Step], others: dict[int, _Step]) -> None:
 def _full_share_kind(matched: int) -> int:
     """Return the kind of the only token that followed a match of this length. Kinds of smaller shares precede it."""
     return min(matched.bit_length(), _MAX_MATCH_BITS) * (_SHARE_LEVELS + 1) + _SHARE_LEVELS
-
-
-def _mean_share(kind: int) -> float:
-    """Return the share in the middle of the level of a kind."""
-    return min((kind % (_SHARE_LEVELS + 1) + 0.5) / _SHARE_LEVELS, 1.0)
 
 
 def _prior_factor(kind: int) -> float:

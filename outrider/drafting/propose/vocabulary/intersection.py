@@ -107,15 +107,12 @@ class SharedVocabulary(WrappedTarget):
 
     def translate_batch(self, batch: Batch) -> Batch:
         """Return the batch with its feeds in the draft model's ids."""
-        return replace(batch, feed=tuple(map(self.to_draft_ids, batch.feed)))
+        draft_ids = self.vocabulary_map.draft_ids
+        return replace(batch, feed=tuple(tuple(map(draft_ids.__getitem__, feed)) for feed in batch.feed))
 
     def translate_draft(self, draft: Draft) -> Draft:
         """Return the draft with its tokens in the draft model's ids."""
         return replace(draft, tokens=self._draft_ids[draft.tokens.clamp(0, self.vocab - 1)], q=None)
-
-    def to_draft_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the draft model's id for each id of the target."""
-        return tuple(self.vocabulary_map.draft_ids[id] for id in ids)
 
     def _counterpart(self, id: int) -> int:
         """Return the draft model's counterpart of an id of the target; -1 if there is none."""

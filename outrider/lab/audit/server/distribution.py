@@ -11,7 +11,7 @@ from outrider.lab.audit.prompts import Prompt
 from outrider.lab.audit.server.client import Completions
 from outrider.lab.audit.server.hypotheses import EXACT, Hypothesis
 from outrider.lab.audit.server.model import Model, Texts, Tokens
-from outrider.lab.audit.server.outcomes import Outcome, Tree, edge, grow
+from outrider.lab.audit.server.outcomes import OTHER, Outcome, Tree, edge, grow
 from outrider.lab.audit.statistics import GTest, g_test, noncentral_tail
 
 _CANDIDATES = 3  # prompts that are considered for each test
@@ -194,7 +194,7 @@ def judge(sampled: Sampled, *, level: float) -> SamplingTest:
     """Compare the counts of a test with the model's own distribution. It fails if its p-value is below `level`."""
     result = sampled.compare(EXACT)
     distribution = sampled.tree.distribution(EXACT, sampled.case.params)
-    known = sum(prob for outcome, prob in distribution.items() if outcome[-1] != "other")
+    known = sum(prob for outcome, prob in distribution.items() if outcome[-1] != OTHER)
     return SamplingTest(
         name=sampled.case.name,
         samples=sampled.samples,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
@@ -117,14 +116,11 @@ class _Search:
             if path.worst <= 1 and passes < _MAX_PASSES:
                 continue
             heappush(self._waiting, self._entry(path))
-            furthest = max(self._paths(), key=lambda each: (each.before, -each.worst))
+            furthest = max((entry[-1] for entry in self._waiting), key=lambda each: (each.before, -each.worst))
             path = replace(furthest, worst=0.0) if furthest.worst > 1 else furthest
             self._waiting.clear()
             passes = 0
         return path
-
-    def _paths(self) -> Iterator[Path]:
-        return (entry[-1] for entry in self._waiting)
 
     def _entry(self, path: Path) -> tuple[float, int, int, Path]:
         return path.worst, -path.done, next(self._numbers), path

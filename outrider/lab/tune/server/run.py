@@ -21,7 +21,7 @@ from outrider.lab.tune.server.settings import ServerOptions
 from outrider.lab.tune.settings import Settings
 from outrider.runtime.machine import commit, versions
 from outrider.runtime.progress import stage
-from outrider.runtime.report.console import NONE, new_table
+from outrider.runtime.report.console import NONE, new_table, print_plain
 
 # Fields of a request that switch speculation off, for the servers that have one. llama.cpp of October 2026 ignores its
 # field speculative.n_max.
@@ -90,9 +90,9 @@ def show(document: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     if document["retries"]:
-        console.print(retries_text(document["retries"]), highlight=False, markup=False, soft_wrap=True)
+        print_plain(console, retries_text(document["retries"]))
     for line in document["advice"]:
-        console.print(f"- {line}", highlight=False, markup=False, soft_wrap=True)
+        print_plain(console, f"- {line}")
 
 
 class _Measured(NamedTuple):

@@ -26,7 +26,7 @@ class ServerOptions(ClientSettings):
     """A second server with the same model and no speculation, for servers that cannot switch it off for a request
     (vLLM, SGLang)."""
     num_requests: Annotated[int | None, Option(panel=SERVER, min=1)] = None
-    """Requests at each load. Default: 4 for each at a time."""
+    """Requests at each load. Default: 4 times the requests at a time."""
 
 
 def check_given(server: str | None, given: set[str]) -> None:

@@ -119,7 +119,7 @@ class Source:
         return tensor
 
     def take_all(self, names: Mapping[str, str], *, optional: bool = False) -> dict[str, torch.Tensor]:
-        """Take the tensors of a format: `names` maps ours to those of the format. `optional`: only those it has."""
+        """Take the tensors of a format: `names` maps Outrider's names to its own. `optional`: only those it has."""
         return {name: self.take(stored) for name, stored in names.items() if not optional or stored in self}
 
     def ignore(self, names: Iterable[str], why: str) -> None:

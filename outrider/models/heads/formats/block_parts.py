@@ -236,7 +236,7 @@ BLOCK_KINDS: tuple[BlockKind, ...] = (
         read=_read_recurrence,
         write=_write_recurrence,
     ),
-    # The last one: what has none of the marks above.
+    # The last one, because it has none of the marks above.
     BlockKind(kind=Kind.DFLASH, mark="DFlash", architecture="DFlashDraftModel", names={}),
 )
 

@@ -212,7 +212,7 @@ class Blocks(Format):
             "has an anchor that predicts a token; use --to outrider": (
                 self.kind is Kind.DFLASH2 and block.sample_from_anchor
             ),
-            "has an MLP in its refiner whose width is no multiple of its rank; use --to xpress": (
+            "has an MLP in its refiner whose width is not a multiple of its rank; use --to xpress": (
                 refiner is not None and self.nested and refiner.ffn % refiner.rank > 0
             ),
             "has no Markov correction and no confidence head, and its anchor predicts no token; use --to dflash": (

@@ -72,17 +72,12 @@ class Mtp(Format):
         return self.module(names) is not None and (not self.nested or self.nested in config)
 
     def module(self, names: Collection[str]) -> str | None:
-        pattern = self._project_pattern()
-        matches = list(filter(None, map(pattern.fullmatch, names)))
-        first = min(matches, key=lambda match: int(match["number"] or 0), default=None)
-        return first["prefix"] if first else None
+        return self._first_prefix(re.escape(self.outer[_PROJECT]) + r"\Z", names)
 
     def missing_projection(self, names: Collection[str]) -> str | None:
         """Return the name of the first module's projection if the checkpoint has other tensors of it, but not this."""
-        pattern = re.compile(self._place_pattern() + self._member_pattern())
-        matches = list(filter(None, map(pattern.match, names)))
-        first = min(matches, key=lambda match: int(match["number"] or 0), default=None)
-        projection = first["prefix"] + self.outer[_PROJECT] if first else None
+        prefix = self._first_prefix(self._member_pattern(), names)
+        projection = None if prefix is None else prefix + self.outer[_PROJECT]
         return None if projection in names else projection
 
     def stored_name(self, names: Collection[str], name: str) -> str:
@@ -159,16 +154,13 @@ class Mtp(Format):
         common = speculators("mtp", "MTPDraftModel", target)
         return {**common, self.nested: config, "num_nextn_predict_layers": 1}, tensors
 
-    def _project_pattern(self) -> re.Pattern[str]:
-        """Return a pattern of the projection's name, with the groups `prefix` and `number`."""
-        return re.compile(self._place_pattern() + re.escape(self.outer[_PROJECT]))
-
-    def _place_pattern(self) -> str:
-        """Return a pattern for the prefix of a module, with the groups `prefix` and `number`."""
+    def _first_prefix(self, rest: str, names: Collection[str]) -> str | None:
+        """Return the prefix of the first module with a tensor whose remaining name matches the pattern `rest`."""
         place = re.escape(self.place).replace(r"\{\}", r"(?P<number>\d+)")
-        if "number" not in place:
-            place += "(?P<number>)"
-        return f"(?P<prefix>{place})"
+        pattern = re.compile(f"(?P<prefix>{place}){rest}")
+        matches = filter(None, map(pattern.match, names))
+        first = min(matches, key=lambda match: int(match.groupdict().get("number", 0)), default=None)
+        return first["prefix"] if first else None
 
     def _member_pattern(self) -> str:
         """Return a pattern for the names after the prefix that no layer of a target has."""

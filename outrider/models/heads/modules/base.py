@@ -11,7 +11,7 @@ from outrider.models.heads.modules.centroids import CentroidHead
 class HeadBase(nn.Module):
     """A draft head with its own embedding and LM head, or with those of its target.
 
-    Tables that it shares with the target are set by `share_weights` and are no parameters of the module. A draft head
+    Tables that it shares with the target are set by `share_weights` and are not parameters of the module. A draft head
     with a reduced vocabulary keeps a copy of the needed rows of the target's LM head (Zhao et al. 2025, FR-Spec).
     """
 

@@ -25,6 +25,8 @@ from outrider.models.heads.modules.convolution import ConvolvedLayer
 from outrider.models.heads.modules.layers import AttentionFunction, Layer, Norm, rotation
 from outrider.models.heads.modules.refiner import CausalRefiner
 
+_INIT_STD = 0.02  # of new embeddings
+
 
 class RecurrentCorrection(nn.Module):
     """Computes corrections of logits, over the draft vocabulary. A new one corrects nothing."""
@@ -38,7 +40,7 @@ class RecurrentCorrection(nn.Module):
         nn.init.zeros_(self.token_out.weight)
 
     def advance(self, embeddings: torch.Tensor, states: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the states [*, S] after embeddings [*, H] of tokens. `states` [*, S] are those before; None: none."""
+        """Return the states [*, S] after embeddings [*, H] of tokens. `states` [*, S] are those before; None: zeros."""
         before = None if states is None else states.flatten(0, -2)
         after: torch.Tensor = self.gru(embeddings.flatten(0, -2), before)
         return after.view(*embeddings.shape[:-1], -1)
@@ -53,9 +55,6 @@ class RecurrentCorrection(nn.Module):
         """
         hidden = functional.silu(self.join(torch.cat([out, states.to(out.dtype)], -1)))
         return self.token_out(hidden).float() * (depth >= self.first)[..., None]  # type: ignore[no-any-return]
-
-
-_INIT_STD = 0.02  # of the table of tokens before
 
 
 class CandidateSelector(nn.Module):
@@ -82,9 +81,6 @@ class CandidateSelector(nn.Module):
 
     def _latents(self, out: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         return functional.embedding(before, self.before) * self.gate(out)  # type: ignore[no-any-return]
-
-
-_INIT_STD = 0.02  # of new embeddings
 
 
 class BlockHead(HeadBase):

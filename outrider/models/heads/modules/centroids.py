@@ -30,7 +30,7 @@ class CentroidHead(nn.Module):
         tokens = self.token_order[clusters].flatten(-2)  # [*, top_k * V / C]
         if tokens.numel() < len(table):
             chosen = (table[tokens] @ out[..., None])[..., 0]
-        else:  # to gather the rows of so many columns takes longer than to multiply all of them
+        else:  # gathering the rows of so many columns takes longer than multiplying all rows
             chosen = functional.linear(out, table).gather(-1, tokens)
         logits = torch.full((*out.shape[:-1], len(table)), -torch.inf, device=out.device)
         return logits.scatter_(-1, tokens, chosen.float())

@@ -45,7 +45,7 @@ class AutoregressiveTarget(HeadRunner):
         super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=context)
         self._mask_rule = window_rule(window)
         self._kv_cache = StaticCache(slots=slots, capacity=context, device=self.device)
-        self.cache = StateCache(self._kv_cache, self._hidden_states, to_head_batch=skip_tokens, skipped_tokens=1)
+        self.cache = StateCache(self._kv_cache, self.hidden_states, to_head_batch=skip_tokens, skipped_tokens=1)
         self._node_states = torch.empty(0)  # [B, 1 + N, H] after the last committed token, and after each node
         self._prepare()
 
@@ -117,7 +117,7 @@ class AutoregressiveTarget(HeadRunner):
 
     def _target_states(self, slot: int, begin: int, end: int) -> torch.Tensor:
         """Return the target's states [end - begin, H] as the module takes them."""
-        return self.module.fuse_states(self._hidden_states.read(slot, begin, end).to(self._dtype))
+        return self.module.fuse_states(self.hidden_states.read(slot, begin, end).to(self._dtype))
 
     def _store_states(self, states: torch.Tensor, batch: Batch, draft: Draft, first: int) -> None:
         """Store the state after the last committed token or each new node, for its children."""
@@ -218,7 +218,7 @@ class NativeAutoregressiveTarget(NativeHead):
 
     def _target_states(self, slot: int, begin: int, end: int) -> torch.Tensor:
         """Return the target's states [end - begin, layers, target H] before fusion."""
-        return self._hidden_states.read_raw(slot, begin, end)
+        return self.hidden_states.read_raw(slot, begin, end)
 
 
 def skip_tokens(batch: Batch, count: int = 1) -> Batch:

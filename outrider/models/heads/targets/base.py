@@ -1,7 +1,8 @@
 """The base class of targets that run draft heads.
 
 A draft head implements the same `Target` protocol as a draft model, so proposers and planners treat both alike. In
-addition, a draft head needs the target's hidden state before each token. They come with each round (`record_states`).
+addition, a draft head needs the target's hidden state before each token, which each round brings
+(`HiddenStates.record`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from outrider.core import tree
 from outrider.core.cache import Cache
 from outrider.core.target import Target, draft_by_scores, expand_logits
-from outrider.core.types import Batch, Draft, DraftChains, Round, Scores, SharedWeights, StopRule
+from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights, StopRule
 from outrider.errors import OutriderError
 from outrider.models.heads.description import HeadDescription
 from outrider.models.heads.hidden_states import HiddenStates
@@ -28,21 +29,7 @@ class HeadTarget(Target, Protocol):
 
     description: HeadDescription
     max_draft_tokens: int
-
-    def record_states(self, round: Round) -> None:
-        """Store the hidden states of the feed and the accepted path. Call it before the round is committed."""
-
-    def num_pending_states(self, slot: int) -> int:
-        """Return the number of positions in a slot whose hidden states the head has not processed yet."""
-
-    def has_states(self, slot: int) -> bool:
-        """Return whether hidden states of the sequence in a slot were stored."""
-
-    def set_cached_states(self, slot: int, states: torch.Tensor) -> None:
-        """Store the hidden states [n, layers, H] of the first n tokens of a slot, which the target had cached."""
-
-    def set_zero_states(self, slot: int, start: int, count: int) -> None:
-        """Store zeros as the hidden states of `count` positions from `start` on, to time passes without a target."""
+    hidden_states: HiddenStates  # record those of a round before it is committed
 
 
 class HeadRunner:
@@ -61,24 +48,9 @@ class HeadRunner:
         self.device = tables.embedding.device
         self.kernels = "torch"
         self.version = 0
-        self._hidden_states = HiddenStates(self.description, tables)
+        self.hidden_states = HiddenStates(self.description, tables)
         self._dtype = next(module.parameters()).dtype
         module.share_weights(tables.embedding, tables.head)
-
-    def record_states(self, round: Round) -> None:
-        self._hidden_states.record(round)
-
-    def num_pending_states(self, slot: int) -> int:
-        return self._hidden_states.num_pending(slot)
-
-    def has_states(self, slot: int) -> bool:
-        return self._hidden_states.has_states(slot)
-
-    def set_cached_states(self, slot: int, states: torch.Tensor) -> None:
-        self._hidden_states.set(slot, states)
-
-    def set_zero_states(self, slot: int, start: int, count: int) -> None:
-        self._hidden_states.set_zeros(slot, start, count)
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         raise NotImplementedError
@@ -106,7 +78,7 @@ class HeadRunner:
 
     def refresh_shared(self, tables: SharedWeights) -> None:
         """Use the current values of the weights that the head shares with its target, after those have changed."""
-        self._hidden_states.use_tables(tables)
+        self.hidden_states.use_tables(tables)
         self.module.share_weights(tables.embedding, tables.head)
 
     def bytes(self) -> int:

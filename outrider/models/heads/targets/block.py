@@ -31,7 +31,7 @@ class BlockTarget(HeadRunner):
     def __init__(self, module: BlockHead, tables: SharedWeights, *, slots: int, context: int) -> None:
         super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=module.block.draft_tokens)
         self._kv_cache = StaticCache(slots=slots, capacity=context + module.block.size, device=self.device)
-        self.cache = StateCache(self._kv_cache, self._hidden_states, to_head_batch=without_last_tokens)
+        self.cache = StateCache(self._kv_cache, self.hidden_states, to_head_batch=without_last_tokens)
         self._views = module.block.views or (BlockView(),) * module.body.layers
         self._rules = {view: _mask_rule(view) for view in self._views}
         # These belong to the current round.
@@ -98,7 +98,7 @@ class BlockTarget(HeadRunner):
         """Write the keys and values of the batch's hidden states."""
         layout = self._kv_cache.stage(batch, tree.empty(len(batch.seqs), self.device))
         states = [
-            self._hidden_states.read(seq.slot, start, start + len(feed))
+            self.hidden_states.read(seq.slot, start, start + len(feed))
             for seq, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True)
         ]
         fused = self.module.fuse_states(torch.cat(states).to(self._dtype))

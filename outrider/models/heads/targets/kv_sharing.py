@@ -35,7 +35,7 @@ class KVSharingTarget(HeadRunner):
                 " export; use another draft head"
             )
         self._target_kv = tables.kv_view
-        self.cache = NoCache(self._hidden_states)
+        self.cache = NoCache(self.hidden_states)
         # These belong to the current round.
         self._slots: list[int] = []
         self._ends: list[int] = []  # position of the last committed token of each sequence
@@ -46,7 +46,7 @@ class KVSharingTarget(HeadRunner):
             self._slots = [seq.slot for seq in batch.seqs]
             self._ends = [end - 1 for end in batch.ends]
             ends = zip(self._slots, self._ends, strict=True)
-            target_states = torch.cat([self._hidden_states.read(slot, end - 1, end) for slot, end in ends])
+            target_states = torch.cat([self.hidden_states.read(slot, end - 1, end) for slot, end in ends])
             tokens = tree.upload([feed[-1:] for feed in batch.feed], self.device)
             states = self.module.fuse_states(target_states)[:, None].to(self._dtype)
         else:

@@ -69,7 +69,7 @@ class HeadDecoder(Passes):
         return sum(weight.nbytes for weight in self._weights)
 
     def _lm_head(self, tables: SharedWeights) -> PackedWeight:
-        """Return the packed LM head, which is the target's where that saves a copy and has no more bits."""
+        """Return the packed LM head. The target's is used if it is the same and has no more bits."""
         description = self._module.description
         uses_target_head = not description.own_lm_head and not description.draft_vocab
         packed: PackedWeight | None = tables.packed
@@ -78,7 +78,7 @@ class HeadDecoder(Passes):
         return self._pack(self._module.output_table())
 
     def _model(self, tables: SharedWeights, kv_cache: PagedCache) -> CModel:
-        """Return what the kernels read of the whole head. `_keep_alive` keeps all that it has the address of."""
+        """Return the structure of the whole head. `_keep_alive` keeps the tensors that it points to."""
         module = self._module
         body = module.body
         embedding = tables.embedding

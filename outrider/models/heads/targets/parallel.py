@@ -20,7 +20,7 @@ class ParallelTarget(HeadRunner):
 
     def __init__(self, module: ParallelHead, tables: SharedWeights, *, slots: int, context: int) -> None:
         super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=module.stack.heads)
-        self.cache = NoCache(self._hidden_states)
+        self.cache = NoCache(self.hidden_states)
         # These belong to the current round.
         self._state = torch.empty(0)  # [B, H]
         self._last_tokens = torch.empty(0)  # [B, 1]
@@ -29,7 +29,7 @@ class ParallelTarget(HeadRunner):
         if first < 0:
             ends = batch.ends
             states = [
-                self._hidden_states.read(seq.slot, end - 2, end - 1) for seq, end in zip(batch.seqs, ends, strict=True)
+                self.hidden_states.read(seq.slot, end - 2, end - 1) for seq, end in zip(batch.seqs, ends, strict=True)
             ]
             self._state = torch.cat(states)[:, -1].to(self._dtype)
             self._last_tokens = tree.upload([feed[-1:] for feed in batch.feed], self.device)

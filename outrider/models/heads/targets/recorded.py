@@ -141,14 +141,14 @@ class RecordedDrafts(HeadRunner):
         """Copy the inputs of a pass over `columns` to the device."""
         buffers.fill(columns, empty(len(batch.seqs), self.device), -1, self.graphs.memory)
         spans = zip(columns.seqs, columns.start, columns.ends, strict=True)
-        parts = [self._hidden_states.parts(seq.slot, start, end) for seq, start, end in spans]
+        parts = [self.hidden_states.parts(seq.slot, start, end) for seq, start, end in spans]
         fill_rows(buffers.states[0], buffers.bucket.rows, parts)
         for to, values in zip(buffers.states[1:], self._more_states(batch), strict=True):
             fill_rows(to, buffers.bucket.rows, [[value] for value in values])
 
     def _fused(self, buffers: Buffers) -> torch.Tensor:
         """Return the fused states [T, H] of a pass."""
-        states = self._hidden_states.finish(buffers.states[0]).to(self._dtype)
+        states = self.hidden_states.finish(buffers.states[0]).to(self._dtype)
         return self.module.fuse_states(states)  # type: ignore[no-any-return]
 
     def _input_memory(self, bucket: Bucket) -> tuple[torch.Tensor, ...]:

@@ -30,7 +30,7 @@ class RecordedParallel(RecordedDrafts, ParallelTarget):
 
     def _draft_chains(self, buffers: Buffers) -> torch.Tensor:
         last = buffers.last()
-        state = self._hidden_states.finish(buffers.states[0])[last, -1].to(self._dtype)
+        state = self.hidden_states.finish(buffers.states[0])[last, -1].to(self._dtype)
         tokens = buffers.tokens()[last][:, None]
         for head in range(buffers.bucket.steps):
             chosen = self._choose(self.module(state, tokens, head), buffers.bucket.vocab)

@@ -17,8 +17,6 @@ from outrider.models.heads.store import HeadModule
 from outrider.models.native.pack import FLOAT_DTYPES
 
 if TYPE_CHECKING:
-    import torch
-
     from outrider.models.heads.targets.base import HeadTarget
 
 _TARGETS = "outrider.models.heads.targets"  # few heads need all modules of it
@@ -29,7 +27,7 @@ _log = logging.getLogger("outrider")
 def is_autoregressive(module: HeadModule) -> bool:
     """Return whether a draft head is an autoregressive head of one module, possibly with mask tokens.
 
-    Only such heads can attend to the latest tokens only, and only they may run on the native kernels.
+    Only such heads support a draft window and the native kernels.
     """
     other_kinds = isinstance(module, BlockHead | ParallelHead | KVSharingHead)
     return not other_kinds and module.description.modules == 1
@@ -68,7 +66,8 @@ def make_head_target(
     options: dict[str, Any] = {"slots": slots, "context": context}
     if is_autoregressive(module):
         options["window"] = window
-    if not quantized and _asks_for_triton(kernels, tables.embedding.device):
+    on_gpu = tables.embedding.device.type == "cuda"
+    if not quantized and (kernels == "triton" or (kernels == "auto" and on_gpu)):
         try:
             return _recorded(module, tables, **options)
         except UnsupportedModel as reason:
@@ -92,10 +91,6 @@ def make_head_target(
             _log.log(logging.WARNING if on_native else logging.INFO, "the draft head runs on torch: %s", reason)
     torch_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{file}:{name}")
     return torch_class(module, tables, **options)
-
-
-def _asks_for_triton(kernels: str, device: torch.device) -> bool:
-    return kernels == "triton" or (kernels == "auto" and device.type == "cuda")
 
 
 def _recorded(module: HeadModule, tables: SharedWeights, **options: Any) -> HeadTarget:

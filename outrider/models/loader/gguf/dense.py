@@ -107,7 +107,7 @@ def _gemma3(file: GGUFFile, common: Settings) -> Settings:
 
 
 def windows(period: int, *, two_ropes: bool = False) -> Callable[[GGUFFile, Settings], Settings]:
-    """Return the function that reads the sliding windows of layers, of which each `period`-th has none.
+    """Return the function that reads the sliding windows of layers. Each `period`-th layer has no window.
 
     With `two_ropes`, layers with and without a window have rotary embeddings of their own.
     """

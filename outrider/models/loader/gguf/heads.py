@@ -129,7 +129,7 @@ def _model(file: GGUFFile) -> Unpacked:
     own = architecture_of(file)
     architecture = replace(own, layer={**own.layer, **_MODULE})
     config = SimpleNamespace(**settings)
-    listed = layers + len(later) * known
+    listed = layers + (len(later) if known else 0)
     weights = GGUFWeights(file, config, torch.float32, architecture=architecture, layers=listed)
     names = {_module_name(name, own, layers): name for name in weights}
     if known and later:

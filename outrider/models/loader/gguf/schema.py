@@ -102,13 +102,13 @@ class Architecture:
     partial_rotary: bool = False  # whether a part of each head may be rotated
     # Weights of layers that are fields with a value for each layer, and their shapes.
     values: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    spare: tuple[str, ...] = ()  # modules of layers that files have and some layers of the model have not
+    spare: tuple[str, ...] = ()  # modules of layers that files have and some layers of the model do not have
 
     def sources(self, file: GGUFFile, layers: int) -> Iterator[tuple[str, Source]]:
         """Yield the name of each weight in transformers that the file has, and its source with full names.
 
         Args:
-            layers: the number of its first blocks that are listed.
+            layers: the number of blocks to list, from the first one on.
         """
         for name, choice in self.top.items():
             yield from _present(file, name, choice, "")
@@ -164,7 +164,7 @@ PERMUTED: Layout = {
 
 
 def layer_types(file: GGUFFile, layers: int, period: int) -> list[str]:
-    """Return the types of the attention layers, of which each `period`-th is full if the file does not say."""
+    """Return the types of the attention layers. If the file does not say, each `period`-th layer is full."""
     pattern = file.size("attention.sliding_window_pattern", period)
     if isinstance(pattern, list):
         sliding = list(map(bool, pattern))

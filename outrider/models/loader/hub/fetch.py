@@ -118,8 +118,8 @@ def _fetch(name: HubName, weights: bool) -> Path:
 def _listing(name: HubName, folder: Path) -> Mapping[str, int | None]:
     """Return the files of a commit with their sizes in bytes.
 
-    Other programs may have filled the cache without the list, or it cannot be written there.
-    Without the Hub, these are then the files that are there, and no size is known.
+    Other programs may have filled the cache without the list, or it cannot be written there. If the
+    Hub cannot be reached either, these are the files in the cache, with unknown sizes.
     """
     try:
         return {file.path: file.size for file in get_cached_repo_tree(name.repo, revision=folder.name)}
@@ -135,7 +135,9 @@ def _listing(name: HubName, folder: Path) -> Mapping[str, int | None]:
 def _download(name: HubName, commit: str, files: Mapping[str, int | None]) -> None:
     """Download the files one by one, so that Ctrl-C ends the download at once. A file is whole or not there."""
     size = sum(each or 0 for each in files.values())
-    free = shutil.disk_usage(_existing(Path(constants.HF_HUB_CACHE))).free
+    cache = Path(constants.HF_HUB_CACHE)
+    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
     if size > free:
         raise OutriderError(
             f"{name} takes {decimal(size)}, and {decimal(free)} are free in {constants.HF_HUB_CACHE}; free some space,"
@@ -146,14 +148,9 @@ def _download(name: HubName, commit: str, files: Mapping[str, int | None]) -> No
             hf_hub_download(name.repo, file, revision=commit, tqdm_class=bar)
 
 
-def _existing(folder: Path) -> Path:
-    """Return a folder, or the nearest one above it that exists."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
-
-
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """Hide what huggingface_hub and its HTTP client log. They try again; what stays wrong is an error."""
+    """Hide what huggingface_hub and its HTTP client log. They try again, and raise what stays wrong."""
     levels = {logger: logger.level for logger in map(logging.getLogger, _LOGGERS)}
     for logger in levels:
         logger.setLevel(logging.ERROR)

@@ -3,10 +3,10 @@
 First the small files are fetched, then the weights. So weights in the cache mean that the rest is there as well.
 """
 
+import fnmatch
 import json
 import re
 from collections.abc import Collection
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,8 @@ def weight_files(name: HubName, folder: Path, files: Collection[str]) -> list[st
         return sorted(shards | ({_WEIGHTS} & set(top)))
     if _WEIGHTS in top:
         return [_WEIGHTS]
-    weights = [file for file in top if file.endswith(".safetensors") and not _matches(file, _UNREAD)]
+    unread = {file for pattern in _UNREAD for file in fnmatch.filter(top, pattern)}
+    weights = [file for file in top if file.endswith(".safetensors") and file not in unread]
     weights = weights or [file for file in top if file in _PICKLED_HEADS]
     if not weights and _PICKLED in top and int(_read(folder / CONFIG).get("num_hidden_layers") or 0) <= 1:
         weights = [_PICKLED]  # of a draft head, which has at most one layer
@@ -100,7 +101,7 @@ def gguf_files(name: HubName, files: Collection[str]) -> list[str]:
 
 
 def _gguf_models(files: Collection[str]) -> list[str]:
-    """Return the GGUF files of language models; of split ones the first part."""
+    """Return the GGUF files of language models, with the first part of split ones only."""
     paths = [Path(file) for file in files if is_gguf(file)]
     models = [path for path in paths if not path.name.lower().startswith("mmproj")]  # the encoder of pictures
     return sorted({str(parts_of(path)[0]) for path in models})
@@ -129,7 +130,3 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise OutriderError(f"{file} is no JSON object, so it is damaged on the Hub; use another revision or model")
     return content
-
-
-def _matches(file: str, patterns: Collection[str]) -> bool:
-    return any(fnmatchcase(file, pattern) for pattern in patterns)

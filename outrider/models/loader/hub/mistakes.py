@@ -21,7 +21,7 @@ _UNAUTHORIZED = (401, 403)
 
 
 def explain(name: HubName, error: Exception) -> OutriderError:
-    """Return the error of a model that cannot be had, for an exception of huggingface_hub or what it uses."""
+    """Return the error of a model that cannot be fetched, for an exception of huggingface_hub or what it uses."""
     hub = constants.ENDPOINT
     folder = constants.HF_HUB_CACHE
     nowhere = f"{name} is no folder or file here"

@@ -15,9 +15,7 @@ _VALUES = torch.cat([_SIZES, -_SIZES])
 
 def mxfp4(settings: Settings) -> Format:
     """Return the format of MXFP4 checkpoints."""
-    return Format(
-        name="MXFP4", keys=("_blocks",), parts=("_scales",), weight="", shape=_shape, dense=_dense, activations=""
-    )
+    return Format(name="MXFP4", keys=("_blocks",), parts=("_scales",), weight="", shape=_shape, dense=_dense)
 
 
 def _shape(parts: Parts) -> torch.Size:

@@ -28,7 +28,7 @@ struct InputGroup {
   float scale;
   float scaled_total;  // the sum of the bytes times `scale`
   int32_t total;       // the sum of the bytes
-  int32_t start;       // what the sum of the products with weights begins with, see `Codes::center`
+  int32_t start;       // initial value of the sum of products with weights, see `Codes::center`
 };
 
 constexpr int kSpan = kSuperBlock;  // inputs whose products with all rows are computed before those of the next inputs

@@ -10,7 +10,6 @@ namespace outrider {
 constexpr int kLanes = 16;
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
 // Lanes of one register. Compilers keep wider vectors in memory, which makes the innermost loops half as fast.
 #if defined(__AVX512F__)
@@ -45,15 +44,12 @@ template <class To, class F>
 inline void store(To* to, F value) { std::memcpy(to, &value, sizeof value); }
 
 inline Floats broadcast(float value) { return Floats{} + value; }
-inline Ints broadcast(int32_t value) { return Ints{} + value; }
 
 // The numbers of the lanes.
-inline Ints lanes() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-
 inline IntReg reg_lanes() {
-  const Ints all = lanes();
+  constexpr int32_t all[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   IntReg out;
-  std::memcpy(&out, &all, sizeof out);
+  std::memcpy(&out, all, sizeof out);
   return out;
 }
 

@@ -20,8 +20,7 @@ class DogeLayer(AttentionLayer):
 
     def run(self, reader: CacheReader, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        projections = (module.q_proj, module.k_proj, module.v_proj)
-        query, key, value = (linear(hidden_states).unflatten(-1, (-1, module.head_dim)) for linear in projections)
+        query, key, value = self.project(hidden_states)
         angles = args[0] if args else kwargs["position_embeddings"]
         cosine, sine = (each[:, :, None] for each in angles)  # [1, T, 1, D]
         query, key = rotate(module.q_norm(query), cosine, sine), rotate(module.k_norm(key), cosine, sine)

@@ -56,6 +56,12 @@ class AttentionLayer(ABC):
     def run(self, reader: CacheReader, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what the module of transformers returns. Its other arguments are passed on."""
 
+    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys and values [1, T, heads, D] of the projections `q_proj`, `k_proj` and `v_proj`."""
+        module = self.module
+        projections = (module.q_proj, module.k_proj, module.v_proj)
+        return tuple(linear(hidden_states).unflatten(-1, (-1, module.head_dim)) for linear in projections)
+
     def attend(
         self,
         reader: CacheReader,

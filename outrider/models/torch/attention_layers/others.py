@@ -1,4 +1,4 @@
-"""Layers that need something of the pass which transformers does not give them."""
+"""Layers that read inputs of the pass that transformers does not pass to them."""
 
 from functools import cache
 from typing import Any
@@ -31,20 +31,19 @@ class GptNeoLayer(AttentionLayer):
     def run(self, reader: CacheReader, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         module.layer_idx = module.layer_id
-        projections = (module.q_proj, module.k_proj, module.v_proj)
-        query, key, value = (linear(hidden_states).unflatten(-1, (-1, module.head_dim)) for linear in projections)
+        query, key, value = self.project(hidden_states)
         mask = _window(module.config.window_size) if module.attention_type == "local" else None
         return module.out_proj(self.attend(reader, query, key, value, scale=1.0, mask=mask)), None
 
 
 @cache
 def _window(size: int) -> MaskRule:
-    """Return the rule of a window, which is one object for all layers, so that they share its masks."""
+    """Return the rule of a window. All layers get the same object, so they share its masks."""
     return MaskRule(sliding_window_causal_mask_function(size), size)
 
 
 class Llama4Layer(AttentionLayer):
-    """Llama 4. Layers without rotary embedding scale each query by its position, which transformers counts itself."""
+    """Llama 4. Layers without rotary embedding scale each query by its position in the sequence."""
 
     @staticmethod
     def needed(module: Any) -> bool:
@@ -52,8 +51,7 @@ class Llama4Layer(AttentionLayer):
 
     def run(self, reader: CacheReader, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        projections = (module.q_proj, module.k_proj, module.v_proj)
-        query, key, value = (linear(hidden_states).unflatten(-1, (-1, module.head_dim)) for linear in projections)
+        query, key, value = self.project(hidden_states)
         steps = ((reader.layout.positions + 1.0) / module.floor_scale).floor()
         query = (query * (steps.log1p() * module.attn_scale + 1.0)[:, None, None]).to(query.dtype)
         mask = kwargs["attention_mask"]

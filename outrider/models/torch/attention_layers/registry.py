@@ -28,7 +28,7 @@ LAYERS: dict[str, type[AttentionLayer]] = {
 
 
 def replace_attention(model: Any) -> RunningPass | None:
-    """Let Outrider run the attention layers of a model that need it. Returns their pass; None: there are none."""
+    """Replace the attention layers of a model that are in `LAYERS`. Returns their pass; None: there are none."""
     running = RunningPass()
     found = False
     for module in model.modules():

@@ -35,13 +35,9 @@ def advance(staged: Staged, inputs: Inputs, rows: Rows) -> torch.Tensor:
     if inputs.decay.dim() == 3:
         inputs = inputs._replace(decay=inputs.decay[..., None])
     is_first = rows.num_entries == rows.num_new
-    if STATES in staged.entries or (is_first and _keeps_states(staged, rows)):
+    if STATES in staged.entries or (is_first and keeps_states(staged.base[STATE], rows.num_entries, _COSTS)):
         return _advance_by_states(staged, inputs, rows)
     return _advance_by_inputs(staged, inputs, rows)
-
-
-def _keeps_states(staged: Staged, rows: Rows) -> bool:
-    return keeps_states(staged.base[STATE], rows.num_entries, _COSTS)
 
 
 def state_after(staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:

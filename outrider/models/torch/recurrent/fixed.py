@@ -9,7 +9,6 @@ import torch
 from transformers import masking_utils
 
 from outrider.core import tree
-from outrider.core.tree import ancestors
 from outrider.core.types import Batch
 from outrider.models.torch.recurrent.layer import Staged, Tensors
 from outrider.models.torch.recurrent.rows import Part, PassRows, Rows, add_nodes
@@ -56,7 +55,7 @@ class FixedRun:
 
 @contextmanager
 def _as_traced() -> Iterator[None]:
-    """Let transformers run a model as if it traced it. Otherwise it waits for the device, to look at masks."""
+    """Let transformers run a model as if it traced it. Otherwise it reads masks, and so waits for the device."""
     original = masking_utils.is_tracing
     masking_utils.is_tracing = lambda tensor=None: True
     try:
@@ -141,7 +140,7 @@ def tree_rows(
     own = parents.flatten()[draft_index]
     parent = torch.where(is_drafted, torch.where(own < 0, feed_end[:, None], own + first), order - 1)
     node = (order - first).clamp(min=0)  # [R, L] the draft token of each entry
-    above = ancestors(parents).flatten(0, 1)[draft_index]  # [R, L, N]
+    above = tree.ancestors(parents).flatten(0, 1)[draft_index]  # [R, L, N]
     on_path = above.gather(2, node[:, None].expand(-1, size, -1))
     both_drafted = is_drafted[..., None] & (order >= first)[:, None]
     in_order = order <= order[:, None]

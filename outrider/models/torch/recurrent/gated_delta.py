@@ -41,6 +41,10 @@ class GatedDeltaLayer(RecurrentLayer):
     def state_after(self, staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:
         return convolution.state_after(staged, rows, last) | delta_rule.state_after(staged, rows, last)
 
+    def finish(self, mixed: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        normed = self.module.o_norm(mixed, inputs["gate"])
+        return self.module.o_proj(normed.flatten(1))  # type: ignore[no-any-return]
+
     def _sizes(self) -> tuple[int, int, int, int]:
         """Return the heads of queries and keys, those of values, and the sizes of both."""
         module = self.module
@@ -81,10 +85,6 @@ class OlmoDeltaLayer(GatedDeltaLayer):
         gate = module.g_proj(hidden).unflatten(-1, (-1, module.head_v_dim))
         return {"qkv": qkv, "gate": gate, "beta": beta, "decay": self._decay(module.a_proj(hidden))}
 
-    def finish(self, mixed: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        normed = self.module.o_norm(mixed, inputs["gate"])
-        return self.module.o_proj(normed.flatten(1))  # type: ignore[no-any-return]
-
 
 class KimiDeltaLayer(GatedDeltaLayer):
     """Kimi Linear and Bailing Hybrid, whose decay differs for each element of a key."""
@@ -101,10 +101,6 @@ class KimiDeltaLayer(GatedDeltaLayer):
             "beta": module.b_proj(hidden).float().sigmoid(),
             "decay": module.forget_gate(hidden[None])[0].float(),
         }
-
-    def finish(self, mixed: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        normed = self.module.o_norm(mixed, inputs["gate"])
-        return self.module.o_proj(normed.flatten(1))  # type: ignore[no-any-return]
 
     def _sizes(self) -> tuple[int, int, int, int]:
         module = self.module

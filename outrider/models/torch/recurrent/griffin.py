@@ -27,9 +27,6 @@ class GriffinLayer(RecurrentLayer):
         state = x.new_zeros(1, x.shape[-1], dtype=torch.float32)
         return convolution.fresh(x, self.module.conv1d_width) | {_STATE: state}
 
-    def empty_output(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return torch.empty_like(inputs["x"])
-
     def advance(self, staged: Staged, inputs: Tensors, rows: Rows) -> torch.Tensor:
         conv, unit = self.module.conv_1d, self.module.rg_lru
         x = convolution.advance(staged, inputs["x"], rows, conv.weight, conv.bias)

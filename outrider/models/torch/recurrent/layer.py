@@ -19,7 +19,7 @@ def _each(function: Callable[[torch.Tensor], torch.Tensor], tensors: Tensors) ->
 
 
 class StateReader(Protocol):
-    """Where the layers of a running pass find their states (see `RecurrentStates`)."""
+    """The states of the layers of a running pass (see `RecurrentStates`)."""
 
     rows: PassRows | None  # of the running pass; None: no pass of Outrider is running
 
@@ -102,9 +102,9 @@ class RecurrentLayer(ABC):
     def fresh(self, inputs: Mapping[str, torch.Tensor]) -> Tensors:
         """Return the state [1, ...] of a sequence without tokens."""
 
-    @abstractmethod
     def empty_output(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return an uninitialized output of the recurrence, [T, ...]."""
+        """Return an uninitialized output of the recurrence, [T, ...]. Its default shape is that of the input `x`."""
+        return torch.empty_like(inputs["x"])
 
     @abstractmethod
     def advance(self, staged: Staged, inputs: Tensors, rows: Rows) -> torch.Tensor:

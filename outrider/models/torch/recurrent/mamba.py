@@ -34,9 +34,6 @@ class MambaLayer(RecurrentLayer):
         state = x.new_zeros(1, *self._log_rates().shape, dtype=torch.float32)
         return convolution.fresh(x, self.module.conv_kernel_size) | {_STATE: state}
 
-    def empty_output(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return torch.empty_like(inputs["x"])
-
     def advance(self, staged: Staged, inputs: Tensors, rows: Rows) -> torch.Tensor:
         module = self.module
         convolved = convolution.advance(staged, inputs["x"], rows, module.conv1d.weight, module.conv1d.bias)

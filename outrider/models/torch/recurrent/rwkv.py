@@ -23,9 +23,6 @@ class RwkvMixLayer(RecurrentLayer):
     def fresh(self, inputs: Mapping[str, torch.Tensor]) -> Tensors:
         return convolution.fresh(inputs["x"], 2)
 
-    def empty_output(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return torch.empty_like(inputs["x"])
-
     def state_after(self, staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:
         return convolution.state_after(staged, rows, last)
 

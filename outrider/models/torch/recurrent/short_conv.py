@@ -19,9 +19,6 @@ class ShortConvLayer(RecurrentLayer):
     def fresh(self, inputs: Mapping[str, torch.Tensor]) -> Tensors:
         return convolution.fresh(inputs["x"], self.module.conv.kernel_size[0])
 
-    def empty_output(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return torch.empty_like(inputs["x"])
-
     def advance(self, staged: Staged, inputs: Tensors, rows: Rows) -> torch.Tensor:
         return convolution.advance(staged, inputs["x"], rows, self.module.conv.weight, self.module.conv.bias)
 

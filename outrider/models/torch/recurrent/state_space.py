@@ -28,13 +28,9 @@ def advance(
 ) -> torch.Tensor:
     """Add new entries and return their outputs [B, L, H, P]. All tensors are float32."""
     is_first = rows.num_entries == rows.num_new
-    if STATES in staged.entries or (is_first and _keeps_states(staged, rows)):
+    if STATES in staged.entries or (is_first and keeps_states(staged.base[STATE], rows.num_entries, _COSTS)):
         return _advance_by_states(staged, x, decay, b, c, rows)
     return _advance_by_inputs(staged, x, decay, b, c, rows)
-
-
-def _keeps_states(staged: Staged, rows: Rows) -> bool:
-    return keeps_states(staged.base[STATE], rows.num_entries, _COSTS)
 
 
 def state_after(staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:

@@ -21,8 +21,8 @@ class Audio:
 def hear(source: object, rules: SpeechRules, *, timestamps: bool) -> Audio:
     """Return the features of a source.
 
-    A recording that fits into one pass of the encoder is padded with silence, unless timestamps are
-    asked for. All others keep their length; `Windows` cuts them.
+    A recording that fits into one pass of the encoder is padded with silence, unless timestamps are wanted. All others
+    keep their length, and `Windows` cuts them.
 
     Args:
         source: a source, as in `audio_features`.

@@ -55,7 +55,7 @@ class SpeechRules:
         return AudioFeatures(torch.zeros(self.bins, self.frames))
 
     def needs_detection(self, language: str | None, task: str | None) -> bool:
-        """Return whether nobody says which language the audio has, so that the model must detect it."""
+        """Return whether the model must detect the language: neither the caller nor the checkpoint names one."""
         if not self.languages or language is not None or self.language is not None:
             return False
         return not self._uses_forced(language, task)

@@ -1,4 +1,4 @@
-"""Turn what a user gives as the source of a speech model into recordings and features."""
+"""Convert the source of a speech model to recordings and features."""
 
 from collections.abc import Sequence
 from numbers import Real
@@ -40,10 +40,10 @@ def audio_features(source: object, rules: SpeechRules) -> AudioFeatures:
 
 
 def recording_of(source: object, rules: SpeechRules) -> Recording:
-    """Return a source, which is no features, as a recording with one channel at the rate of the model.
+    """Return a source other than features as a recording with one channel at the rate of the model.
 
     Raises:
-        OutriderError: it is no recording, or does not fit the model.
+        OutriderError: it is not a recording, or does not fit the model.
     """
     if isinstance(source, str | Path):
         source = read_wav_file(source)
@@ -88,7 +88,7 @@ def _samples(source: object) -> _Samples:
         source = source.detach().cpu().float().numpy() if source.is_floating_point() else source.cpu().numpy()
     if isinstance(source, Sequence) and not isinstance(source, bytes | bytearray | memoryview):
         if not all(isinstance(sample, Real) for sample in source):
-            raise OutriderError(f"the audio is a list with items that are no numbers; {_FIX}")
+            raise OutriderError(f"the audio is a list with items that are not numbers; {_FIX}")
         source = np.asarray(source, dtype=np.float32)
     if not isinstance(source, np.ndarray):
         raise OutriderError(f"the audio is a {type(source).__name__}; {_FIX}")
@@ -97,15 +97,15 @@ def _samples(source: object) -> _Samples:
     return source.astype(np.float32)
 
 
-_MAX_CHANNELS = 32  # more are taken for an array whose axes are swapped
+_MAX_CHANNELS = 32  # with more, the axes of the array are probably swapped
 
 
 def at_rate(recording: Recording, rate: int) -> Recording:
     """Return the mean of the channels of a recording, with `rate` samples per second.
 
     Raises:
-        OutriderError: it is empty, has too many channels or values that are no numbers, or the
-            package that resamples is missing.
+        OutriderError: it is empty, has too many channels, NaN or infinite values, or the package that resamples is
+            missing.
     """
     samples = recording.samples
     if samples.ndim not in (1, 2) or not samples.size:

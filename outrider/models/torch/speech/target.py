@@ -48,7 +48,7 @@ class SpeechTarget(EncoderDecoderTarget):
             if first < 0 and seq.num_output_tokens == 0:
                 logits[0, self._suppressed_first] = -torch.inf
             if seq.request.speech_output is SpeechOutput.TIMESTAMPS and self._timestamps is not None:
-                ends = _node_ends(self._timestamps, seq, draft, b)[1 + first :]  # of the nodes that are no padding
+                ends = _node_ends(self._timestamps, seq, draft, b)[1 + first :]  # of the nodes without padding
                 logits[: len(ends)] = self._timestamps.mask(logits[: len(ends)], ends)
         return scores
 

@@ -40,7 +40,7 @@ def read_wav(data: bytes, name: str) -> Recording:
         name: of the file, for messages.
 
     Raises:
-        OutriderError: it is no such file, or has no samples.
+        OutriderError: it is not such a file, or has no samples.
     """
     try:
         with wave.open(io.BytesIO(data)) as file:

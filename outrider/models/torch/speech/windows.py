@@ -24,8 +24,8 @@ class PreviousText:
 class Windows:
     """Cuts the features of a recording into windows, each of which begins where the last segment before it ends.
 
-    The caller asks for the features and the prompt of a window, generates its output, and hands it
-    to `add`, until `done`.
+    The caller reads the features and the prompt of a window, generates its output, and passes it to `add`, until
+    `done`.
     """
 
     def __init__(self, audio: Audio, rules: SpeechRules, previous: PreviousText) -> None:

@@ -1,0 +1,224 @@
+"""Submits requests to the engine thread, and returns their outputs in one response or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from outrider.core.params import SamplingParams
+from outrider.core.types import Completion, SpeechOutput
+from outrider.engine.codec import EncodedPrompt
+from outrider.errors import OutriderError
+from outrider.serve.anthropic.errors import in_api_of
+from outrider.serve.monitoring.request_log import Entry, entry_of
+from outrider.serve.openai.blocks import EventWriter
+from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
+from outrider.serve.stream.request_stream import RequestStream, StreamChunk, StreamContent
+from outrider.serve.stream.smoothing import smooth_chunks
+
+if TYPE_CHECKING:
+    from outrider.serve.async_llm import AsyncLLM
+
+_CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs for a closed connection; the client does not receive it
+
+
+class Completer:
+    """Completes requests. It cancels them after a timeout, or if the client disconnects."""
+
+    def __init__(self, async_llm: AsyncLLM, timeout: float) -> None:
+        """`timeout` is the longest time of a request in seconds; 0: there is no limit."""
+        self._async_llm = async_llm
+        self._timeout = timeout
+
+    def submit(
+        self,
+        inputs: Sequence[EncodedPrompt],
+        params: SamplingParams,
+        content: StreamContent,
+        speech_output: SpeechOutput = SpeechOutput.TEXT,
+    ) -> list[RequestStream]:
+        """Submit all prompts, or none of them. Raises as `AsyncLLM.submit` does."""
+        streams: list[RequestStream] = []
+        try:
+            for encoded in inputs:
+                streams += self._async_llm.submit(encoded, params, content, speech_output)
+        except OutriderError:
+            self._async_llm.cancel(streams)
+            raise
+        return streams
+
+    async def full_response(
+        self,
+        streams: Sequence[RequestStream],
+        last_chunks: Coroutine[Any, Any, list[StreamChunk]],
+        respond: Callable[[list[Completion]], Response],
+        request: Request,
+    ) -> Response:
+        """Wait for the last chunks of all completions and return them in one response.
+
+        Args:
+            streams: the submitted requests. More may be added while `last_chunks` runs.
+            last_chunks: waits for the end of all requests.
+            respond: makes the response.
+            request: the request of the client.
+        """
+        log_entry = entry_of(request.scope)
+        disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))
+        finished = asyncio.create_task(last_chunks)
+        tasks: list[asyncio.Task[Any]] = [finished, disconnected]
+        log_entry.finish_reason = "canceled"  # replaced below, unless the client disconnects
+        try:
+            async with asyncio.timeout(self._timeout or None):
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not finished.done():
+                return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            chunks = finished.result()
+        except TimeoutError:
+            log_entry.finish_reason = "timeout"
+            document = error_response(self._timeout_message(), kind="timeout_error")
+            return in_api_of(request.url.path, JSONResponse(document, 504))
+        finally:
+            log_entry.output_tokens = sum(stream.num_tokens for stream in streams)
+            disconnected.cancel()
+            finished.cancel()
+            self._async_llm.cancel(streams)
+        errors = [chunk.error for chunk in chunks if chunk.error]
+        if errors:
+            log_entry.finish_reason = "error"
+            document = error_response(errors[0], kind="server_error")
+            return in_api_of(request.url.path, JSONResponse(document, 500))
+        completions = [chunk.completion for chunk in chunks if chunk.completion]
+        log_entry.finish(completions)
+        return respond(completions)
+
+    def stream_response(
+        self,
+        builder: ResponseBuilder,
+        streams: Sequence[RequestStream],
+        num_prompts: int,
+        *,
+        writer: EventWriter,
+        include_usage: bool,
+        request: Request,
+    ) -> Response:
+        """Return a response that streams the chunks of all completions as server-sent events."""
+        disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))
+        events = self._events(
+            builder,
+            streams,
+            num_prompts,
+            writer=writer,
+            include_usage=include_usage,
+            log_entry=entry_of(request.scope),
+            disconnected=disconnected,
+        )
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def _events(
+        self,
+        builder: ResponseBuilder,
+        streams: Sequence[RequestStream],
+        num_prompts: int,
+        *,
+        writer: EventWriter,
+        include_usage: bool,
+        log_entry: Entry,
+        disconnected: asyncio.Task[None],
+    ) -> AsyncIterator[str]:
+        """Yield the server-sent events of all completions."""
+        log_entry.finish_reason = "canceled"  # replaced below, unless the client disconnects
+        completions: dict[int, Completion] = {}  # by index of the stream
+        chunk_builders = [builder.chunks(index, stream.request) for index, stream in enumerate(streams)]
+        try:
+            async with asyncio.timeout(self._timeout or None):
+                async for index, chunks in _merge_streams(streams):
+                    events = _chunk_events(chunk_builders[index], chunks, writer, log_entry)
+                    last = chunks[-1]
+                    if last.error:
+                        log_entry.finish_reason = "canceled" if disconnected.done() else "error"
+                        yield events
+                        return
+                    if last.completion:
+                        completions[index] = last.completion
+                    if len(completions) == len(streams):
+                        log_entry.finish([completions[i] for i in sorted(completions)])
+                        if include_usage:
+                            events += writer.chunk(builder.usage_chunk(log_entry.completions, num_prompts))
+                        events += writer.end()
+                    yield events  # all events of a round together, so that they take one system call
+        except TimeoutError:
+            log_entry.finish_reason = "timeout"
+            yield writer.error(error_response(self._timeout_message(), kind="timeout_error"))
+        finally:
+            disconnected.cancel()
+            self._async_llm.cancel(streams)
+
+    def _timeout_message(self) -> str:
+        return f"the request took longer than {self._timeout:g} seconds; ask for fewer tokens"
+
+    async def _cancel_on_disconnect(self, request: Request, streams: Sequence[RequestStream]) -> None:
+        """Wait until the client disconnects, and cancel its requests."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self._async_llm.cancel(streams)
+
+
+async def last_chunks(streams: Sequence[RequestStream], log_entry: Entry) -> list[StreamChunk]:
+    """Wait for the end of all streams, and return the last chunk of each."""
+    return await asyncio.gather(*(last_chunk(stream, log_entry) for stream in streams))
+
+
+async def last_chunk(stream: RequestStream, log_entry: Entry) -> StreamChunk:
+    """Wait for the end of a stream, and return its last chunk."""
+    async for chunks in stream.chunks():
+        for chunk in chunks:
+            log_entry.add_tokens(len(chunk.tokens))
+    return chunk
+
+
+def _chunks_of(stream: RequestStream) -> AsyncIterator[list[StreamChunk]]:
+    """Return the chunks of a stream, smoothed with `--smooth`."""
+    if stream.content is StreamContent.TOKENS:
+        return smooth_chunks(stream.chunks(), asyncio.get_running_loop())
+    return stream.chunks()
+
+
+async def _merge_streams(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, list[StreamChunk]]]:
+    """Yield the index of a stream and its new chunks as they arrive."""
+    if len(streams) == 1:
+        async for chunks in _chunks_of(streams[0]):
+            yield 0, chunks
+        return
+    arrived: asyncio.Queue[tuple[int, list[StreamChunk]]] = asyncio.Queue(maxsize=len(streams))
+
+    async def read(index: int, stream: RequestStream) -> None:
+        async for chunks in _chunks_of(stream):
+            await arrived.put((index, chunks))
+
+    readers = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        num_open = len(streams)
+        while num_open:
+            index, chunks = await arrived.get()
+            yield index, chunks
+            if chunks[-1].last:
+                num_open -= 1
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+def _chunk_events(builder: ChunkBuilder, chunks: Sequence[StreamChunk], writer: EventWriter, log_entry: Entry) -> str:
+    """Return the events of some chunks of a completion. The last one may be an error."""
+    events: list[str] = []
+    for chunk in chunks:
+        log_entry.add_tokens(len(chunk.tokens))
+        if chunk.text or not chunk.error:
+            events += map(writer.chunk, builder.build(chunk))
+        if chunk.error:
+            events.append(writer.error(error_response(chunk.error, kind="server_error")))
+    return "".join(events)
