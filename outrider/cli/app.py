@@ -22,6 +22,7 @@ from outrider.cli.sampling_options import ConstraintOptions, SamplingOptions
 from outrider.cli.source import SourceOptions, read_source
 from outrider.core.config import ENGINE_OPTIONS, EngineConfig
 from outrider.core.option import Shown
+from outrider.drafting.propose.present import check_present
 from outrider.lab.audit.server.settings import ServerOptions, check_given
 from outrider.lab.audit.settings import Settings as AuditSettings
 from outrider.lab.bench.settings import Settings as BenchSettings
@@ -30,7 +31,6 @@ from outrider.lab.loadgen.settings import Settings as LoadSettings
 from outrider.lab.tune.server.settings import ServerOptions as TuneServer
 from outrider.lab.tune.server.settings import check_given as check_tune_given
 from outrider.lab.tune.settings import Settings as TuneSettings
-from outrider.models.loader.embedded import check_present
 from outrider.runtime.report.console import INTERRUPTED, print_document
 from outrider.runtime.torch_import import defer_meta_kernels
 from outrider.scale.estimate.options import ProjectOptions
@@ -105,7 +105,7 @@ def run(
     """
     params = replace(sampling.params(unlimited=prompts.chat), constraint=form.constraint())
     given = read_source(source)
-    check_present(engine.target)
+    check_present(engine.target, engine.proposer)
     from outrider.cli.output import Output
     from outrider.cli.ranks import joined
     from outrider.cli.run import converse, load
@@ -128,7 +128,7 @@ def bench(*, settings: BenchSettings, printing: Printing, given: set[str]) -> No
     Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
     """
     check_mode(given)
-    check_present(settings.engine.target)
+    check_present(settings.engine.target, settings.engine.proposer, prompts=settings.prompts)
     from outrider.cli.ranks import joined
     from outrider.lab.bench import command
 
@@ -148,7 +148,7 @@ def bench(*, settings: BenchSettings, printing: Printing, given: set[str]) -> No
 def serve(*, settings: ServeSettings) -> None:
     """Serve OpenAI's API over HTTP."""
     engine = settings.engine
-    check_present(engine.target)
+    check_present(engine.target, engine.proposer)
     from outrider.cli.ranks import joined
     from outrider.cli.run import load
     from outrider.serve.command import serve
@@ -168,7 +168,7 @@ def scale(*, replicas: ScaleSettings, settings: ServeSettings) -> None:
 
     Needs pip install "outrider\\[ray]".
     """
-    check_present(settings.engine.target)
+    check_present(settings.engine.target, settings.engine.proposer)
     from outrider.scale.ray.command import scale
 
     threads = settings.engine.threads or max(int(replicas.replica_cpus), 1)
@@ -196,10 +196,11 @@ def audit(*, settings: AuditSettings, server: ServerOptions, printing: Printing,
     With --server, test whether the output of a running server is that of the target. The exit code
     is 1 if a test fails.
     """
+    check_given(server.server, given)
+    check_present(settings.engine.target, settings.engine.proposer)
     from outrider.cli.ranks import joined
 
     console = Console(stderr=printing.json)
-    check_given(server.server, given)
     with joined(settings.engine.tp, settings.engine.device):
         if server.server is None:
             from outrider.lab.audit.run import run_audit
@@ -252,6 +253,7 @@ def tune(*, settings: TuneSettings, server: TuneServer, printing: Printing, give
     --out writes that document, for --config of `outrider run`, `serve` and `bench`.
     """
     check_tune_given(server.server, given)
+    check_present(settings.engine.target, *settings.proposers, prompts=settings.prompts)
     from outrider.lab.tune import command
 
     if server.server is not None:

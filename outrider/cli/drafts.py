@@ -7,6 +7,7 @@ from rich.console import Console
 
 from outrider.cli.derive import spread
 from outrider.cli.options import Printing
+from outrider.drafting.propose.present import check_present
 from outrider.lab.fit.settings import Settings as FitSettings
 from outrider.runtime.report.console import print_document
 from outrider.scale.ray.train_settings import RayWorkers
@@ -35,6 +36,7 @@ def train(*, kind: KindSettings, settings: TrainSettings, workers: RayWorkers, p
     The same command resumes an interrupted training. Prints the result, then one JSON document as
     the last line if the output is not a terminal or with --json.
     """
+    check_present(settings.engine.target)
     from outrider.scale.ray.training import train_on_ray
     from outrider.train import command
 
@@ -52,6 +54,7 @@ def fit(*, settings: FitSettings, printing: Printing) -> None:
     fit; Ctrl-C keeps the best so far. Prints a table, then one JSON document as the last line if the output is not a
     terminal or with --json. The exit code is 1 if a test of the certificate fails.
     """
+    check_present(settings.engine.target, *settings.proposers, prompts=settings.prompts)
     from outrider.lab.fit import command
 
     command.fit(settings, as_json=printing.json)

@@ -12,16 +12,17 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.core.config import DRAFT_OPTIONS, EngineConfig
 from outrider.core.params import AUTO
-from outrider.core.proposer import Proposer, ProposerSetup
-from outrider.core.types import Needs
 from outrider.errors import OutriderError, either
 from outrider.models.loader.embedded import embedded, model_folder
 
-Maker = Callable[[ProposerSetup], Proposer]
+if TYPE_CHECKING:
+    from outrider.core.proposer import Proposer, ProposerSetup
+
+Maker = Callable[["ProposerSetup"], "Proposer"]
 
 
 class Argument(Enum):
@@ -101,12 +102,21 @@ def check_proposer(spec: str | Maker) -> None:
         )
 
 
+def check_names(spec: str) -> None:
+    """Check the names in an expression, without importing torch. Raises OutriderError if one is unknown."""
+    for leaf in parse(spec).leaves():
+        if leaf.name not in NAMED and not leaf.argument:
+            _import_maker(leaf)
+
+
 def own_proposer(maker: Maker, setup: ProposerSetup) -> Proposer:
     """Make a proposer with a user's class or function.
 
     Raises:
         OutriderError: `maker` does not accept a ProposerSetup, or its result is not a proposer.
     """
+    from outrider.core.types import Needs  # here, because it imports torch, and expressions are checked before
+
     name = getattr(maker, "__qualname__", repr(maker))
     try:
         proposer = maker(setup)

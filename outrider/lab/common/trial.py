@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.llm import LLM
 
 PHASES = ("first", "middle", "last")  # thirds of an output
-MIN_BATCHES = 2  # batches of prompts that are measured in spite of a time limit, so that there is an interval
+MIN_BATCHES = 2  # batches of prompts for which a time limit is planned, so that there is an interval
 WARMUP_TOKENS = 8
 
 

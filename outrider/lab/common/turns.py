@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import Protocol
 
@@ -11,9 +12,11 @@ from outrider.core.proposer import NoProposer
 from outrider.drafting.propose.renew import without_outputs
 from outrider.engine.build import assemble
 from outrider.lab.common.jobs import Condition, PromptBatch
-from outrider.lab.common.trial import MIN_BATCHES, WARMUP_TOKENS, GroupKey, Trial, Variant, run
+from outrider.lab.common.trial import WARMUP_TOKENS, GroupKey, Trial, Variant, run
 from outrider.llm import LLM
 from outrider.runtime.progress import Stage, stage
+
+_LINE_SECONDS = 5.0  # between two lines about runs with a time limit, which are many and short
 
 
 class Store(Protocol):
@@ -49,7 +52,7 @@ class Turns:
     engine_for: Callable[[Variant], LLM]  # makes an engine whose proposer knows no outputs
     repeats: int
     store: Store = field(default_factory=Memory)  # runs in it are not repeated
-    max_seconds: float = math.inf  # the conditions share them; the first batches of prompts run in spite of it
+    max_seconds: float = math.inf  # the conditions share them; the first batch of each runs in spite of it
 
     def run(self) -> Iterator[tuple[Condition, Sequence[Trial]]]:
         """Run everything, and yield the runs by batch of prompts.
@@ -59,46 +62,64 @@ class Turns:
         used = sum(trial.seconds for group in self.store.groups.values() for trial in group)
         end = perf_counter() + self.max_seconds - used
         total = sum(len(group) * len(self.variants(condition)) for condition, group in self.batches.items())
-        with stage("", self.repeats * total) as runs:
+        with stage("", self.repeats * total if self._counts_runs else max(end - perf_counter(), 0.0)) as runs:
             for repeat in range(self.repeats):
                 for i, condition in enumerate(self.batches):
-                    runs.describe(f"round {repeat + 1} of {self.repeats}, {condition}")
+                    round_number = f"round {repeat + 1} of {self.repeats}, " if self.repeats > 1 else ""
+                    runs.describe(f"{round_number}{condition}")
                     now = perf_counter()
                     if repeat and now >= end:
                         return
                     deadline = now + max(end - now, 0.0) / (len(self.batches) - i)
-                    for group in self._run_once(condition, repeat, deadline, runs):
+                    for group in self._run_once(condition, repeat, deadline, partial(self._count, runs, end)):
                         yield condition, group
 
-    def _run_once(self, condition: Condition, repeat: int, deadline: float, runs: Stage) -> Iterator[Sequence[Trial]]:
-        """Run all variants on each batch of prompts, and yield the runs of each batch."""
+    @property
+    def _counts_runs(self) -> bool:
+        """Whether progress is a number of runs; with a time limit it is in seconds."""
+        return math.isinf(self.max_seconds)
+
+    def _count(self, runs: Stage, end: float, trial: Trial) -> None:
+        """Count a run of a stage, with what was measured."""
+        total = runs.total or 0.0
+        done = runs.done + 1 if self._counts_runs else max(total - max(end - perf_counter(), 0.0), runs.done)
+        line = f"{done:.0f} of {total:.0f}{'' if self._counts_runs else ' s'}: {runs.title}, {trial.variant.name}:"
+        line += f" {trial.rate:.0f} tokens/s"
+        shown = self._counts_runs or done // _LINE_SECONDS > runs.done // _LINE_SECONDS
+        runs.advance(done - runs.done, line if shown else "")
+
+    def _run_once(
+        self, condition: Condition, repeat: int, deadline: float, count: Callable[[Trial], None]
+    ) -> Iterator[Sequence[Trial]]:
+        """Run all variants on each batch of prompts, and yield the runs of each batch.
+
+        A batch begins if it ends before the deadline, should it take as long as the one before.
+        """
         pairs: list[tuple[Variant, LLM]] = []
+        took = 0.0  # seconds of the last batch
         batches = self.batches[condition]
         for i, batch in enumerate(batches):
             key = GroupKey(repeat, condition, batch.number)
             if key in self.store.groups:
-                runs.advance(len(self.store.groups[key]))
+                for trial in self.store.groups[key]:
+                    count(trial)
                 yield self.store.groups[key]
                 continue
             if not pairs:
                 pairs = [(variant, self.engine_for(variant)) for variant in self.variants(condition)]
                 for variant, llm in pairs:
                     run(llm, variant, warmup(batches[0]))
-            if (repeat or i >= MIN_BATCHES) and perf_counter() >= deadline:
+            began = perf_counter()
+            if (repeat or i) and began + took >= deadline:
                 return
             seeded = replace(batch, jobs=tuple(job.with_seed(repeat) for job in batch.jobs))
             trials = []
             for variant, llm in pairs[:: 1 if (repeat + batch.number) % 2 == 0 else -1]:
                 trials.append(run(llm, variant, seeded, repeat))
-                count_run(runs, trials[-1])
+                count(trials[-1])
+            took = perf_counter() - began
             self.store.add(key, trials)
             yield self.store.groups[key]
-
-
-def count_run(runs: Stage, trial: Trial) -> None:
-    """Count a run of a stage, with what was measured."""
-    done = f"{runs.done + 1:.0f} of {runs.total:.0f}"
-    runs.advance(line=f"{done}: {runs.title}, {trial.variant.name}: {trial.rate:.0f} tokens/s")
 
 
 def warmup(batch: PromptBatch) -> PromptBatch:

@@ -50,13 +50,17 @@ def draft_figures(measured: Measurement) -> tuple[DraftFigures, ...]:
 def _figures(measured: Measurement, best: Iterable[Candidate]) -> Iterator[DraftFigures]:
     for candidate in best:
         cases = [case for case in measured.cases if case.choice == candidate.choice]
+        same = [case for case in measured.cases if case.label == candidate.label and case.nodes]
+        drafted = [case for case in same if case.choice == candidate.choice] or same  # k auto may draft nothing
         memory = measured.memory[candidate.label]
         tau = fmean(case.total.tau for case in cases)
         nodes = fmean(case.nodes for case in cases)
         yield DraftFigures(
             **asdict(candidate.choice),
             memory_bytes=memory.draft_weight_bytes + memory.draft_cache_bytes,
-            token_ms=fmean(case.parts.draft for case in cases) / nodes if nodes else 0.0,
+            token_ms=sum(case.parts.draft for case in drafted) / sum(case.nodes for case in drafted)
+            if drafted
+            else 0.0,
             tau=tau,
             acceptance=(tau - 1) / nodes if nodes else 0.0,
             speedup=candidate.overall,

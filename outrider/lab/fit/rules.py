@@ -1,7 +1,8 @@
 """Decisions of a fit, as functions of sizes and measured figures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from outrider.drafting.plan.pass_cost import CostModel
@@ -94,7 +95,7 @@ def evaluation_tokens(tokens_per_s: float, *, minutes: float) -> int:
 
 
 def plan_certificate(samples: int, *, k: int, tokens_per_s: float, seconds: float) -> CertificatePlan | None:
-    """Choose how much a certificate tests, as far as time allows. None: the least takes more than twice the time.
+    """Choose how much a certificate tests, as far as time allows. None: the least takes longer.
 
     Args:
         samples: the most samples of each statistical test.
@@ -105,7 +106,7 @@ def plan_certificate(samples: int, *, k: int, tokens_per_s: float, seconds: floa
     length = min(max(int(tokens / 2 / _REPLAYED_TEXTS), _LEAST_REPLAYED), _MOST_REPLAYED)
     sample = _DISTRIBUTION_TESTS * (k + _SAMPLE_TOKENS)
     fitting = int((tokens - length * _REPLAYED_TEXTS) / sample)
-    if _LEAST_REPLAYED * _REPLAYED_TEXTS + LEAST_SAMPLES * sample > 2 * tokens:
+    if _LEAST_REPLAYED * _REPLAYED_TEXTS + LEAST_SAMPLES * sample > tokens:
         return None
     return CertificatePlan(min(max(fitting, LEAST_SAMPLES), samples), length)
 
@@ -156,14 +157,20 @@ def ranked(cases: Sequence[Case]) -> list[Candidate]:
     return list(best.values())
 
 
-def finalists(cases: Sequence[Case], head: str | None) -> tuple[str, ...]:
-    """Choose the proposers of the second measurement.
+def finalists(
+    cases: Sequence[Case], head: str | None, *, models: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, ...]:
+    """Choose the proposers of the second measurement. Of several files of one draft model, it is the fastest one.
 
     Args:
         cases: the cases of the first measurement.
         head: folder of the trained head; None if there is none.
+        models: by proposer: the proposer that stands for all files of its draft model.
     """
-    order = [candidate.proposer for candidate in ranked(cases)]
+    fastest: dict[str, str] = {}
+    for candidate in ranked(cases):
+        fastest.setdefault(models.get(candidate.proposer, candidate.proposer), candidate.proposer)
+    order = list(fastest.values())
     chosen = order[:_FINALISTS]
     # Lookups are much alike. One proposer with a model is always measured again.
     if not any(map(_has_model, chosen)):

@@ -39,7 +39,7 @@ from outrider.models.loader.fingerprint import model_fingerprint
 from outrider.models.loader.load import refuse_sources
 from outrider.runtime.atomic_files import check_folder, write_whole
 from outrider.runtime.processes import world_size
-from outrider.runtime.report.console import Document, print_plain
+from outrider.runtime.report.console import Document, count_text, print_plain
 from outrider.train.model.presets import KINDS
 from outrider.train.trainer import STATE as TRAINING_STATE
 
@@ -70,14 +70,15 @@ class Fit:
         check_folder(settings.out, "--out")
         refuse_sources(self._target, "fit")
         check_memory(settings, self._target)
-        family = find_smaller(self._target, settings.family) if settings.family else Family((), {})
+        family = find_smaller(self._target, settings.family) if settings.family else Family((), {}, {}, {})
         for line in family.reasons:
             self._say(line, indent="")
         if family.smaller:
             self._say(f"draft models: {', '.join(path.name for path in family.smaller)}", indent="")
+        self._models = {_draft(file): _draft(model) for file, model in family.models.items()}
         self._proposers = _untrained(settings, self._target, family.smaller)
         check_drafts(settings, self._proposers)
-        self._drafts = compared_drafts(settings, self._proposers)
+        self._drafts = compared_drafts(settings, self._proposers, family.stored)
         tune_settings(settings, self._folder, self._proposers, self._drafts)  # which checks them
         self._split: PromptSplit = read_split(settings.prompts, batch=settings.batch, seed=settings.seed)
         if settings.minutes:
@@ -109,6 +110,7 @@ class Fit:
         Raises:
             OutriderError: a stage fails, or the disk is full. Finished stages are not lost.
         """
+        self._say(self._limit(), indent="")
         try:
             self._measure_first()
             self._train()
@@ -147,6 +149,19 @@ class Fit:
     def write(self, document: Document) -> None:
         """Write the configuration. Raises OutriderError if it cannot be written."""
         write_whole(self.config, json.dumps(document) + "\n")
+
+    def _limit(self) -> str:
+        """Say how long the stages take at most that are not finished."""
+        minutes, get = self._settings.measure_minutes, self._state.get
+        measurements = (get("first") is None) + (get("final") is None)
+        parts = {count_text(measurements, "measurement"): measurements * minutes}
+        if get("training") is None:
+            parts["training, besides loading and evaluations"] = self._settings.minutes
+        if get("certificate") is None and self._settings.samples:
+            parts["certificate"] = minutes
+        listed = [f"{duration(each)} for the {name}" for name, each in parts.items() if each]
+        total = sum(parts.values())
+        return f"This takes {duration(total)} at most: {', '.join(listed)}." if total else "All stages are finished."
 
     def _measure_first(self) -> None:
         prompts = len(self._files.first.read_text(encoding="utf-8").splitlines())
@@ -191,7 +206,7 @@ class Fit:
 
     def _measure_final(self) -> None:
         head = str(self._head) if self._state.get("training")["trained"] else None
-        proposers = finalists(self._first.cases, head)
+        proposers = finalists(self._first.cases, head, models=self._models)
         self._announce(3, f"measure {len(proposers)} proposers on {len(self._split.held_out)} held-out prompts")
         if self._state.get("final") is None:
             drafts = draft_quantizes(proposers, self._first.cases)
@@ -270,9 +285,14 @@ class Fit:
         print_plain(self._progress, f"{indent}{text}")
 
 
+def _draft(path: Path) -> str:
+    """Return the proposer of a draft model."""
+    return command_line_form(f'draft:"{path}"')
+
+
 def _untrained(settings: Settings, target: Path, smaller: Sequence[Path]) -> tuple[str, ...]:
     """Return the proposers of the first measurement. A short time limit may leave out the last ones."""
-    drafts = [command_line_form(f'draft:"{path}"') for path in smaller]
+    drafts = list(map(_draft, smaller))
     if settings.proposers:
         return tuple(dict.fromkeys((*settings.proposers, *drafts)))
     engine = settings.engine

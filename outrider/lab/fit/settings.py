@@ -53,11 +53,11 @@ class Settings:
     prompts: Annotated[str | None, Option("FILE", MEASURE)] = None
     """JSON lines with prompt or messages, and optionally category. Default: an embedded set."""
     minutes: Annotated[float, Option(panel=_TRAIN, min=0.0)] = 30.0
-    """Time for training a head; loading and measuring come on top. 0: no head. A longer time continues an interrupted
-    training, and trains the head of a finished fit anew."""
+    """Time for training a head; loading, evaluations and measurements come on top. 0: no head. A longer time continues
+    an interrupted training, and trains the head of a finished fit anew."""
     measure_minutes: Annotated[float, Option(panel=MEASURE)] = 5.0
-    """Time for each of the two measurements, and for the certificate; the temperatures share it. If it is short,
-    outputs are shorter and fewer variants run, so that each runs on two batches of prompts."""
+    """Time for each of the two measurements, with loading, and for the certificate; the temperatures share it. If it is
+    short, outputs are shorter and fewer variants run, so that each runs on two batches of prompts."""
     proposers: Annotated[tuple[str, ...], Option("LIST", MODEL, parse=parse_proposers)] = ()
     """Proposers that need no training, separated by semicolons, besides the drafts of --family. Default: ngram,
     suffix, suffix:100000, recycle, merge(suffix,recycle), on a CPU quantized:int4 and
@@ -65,7 +65,7 @@ class Settings:
     family: Annotated[tuple[str, ...], Option("LIST", MODEL, parse=parse_places)] = ()
     """Folders, separated by commas, in which to look for smaller models with the tokenizer of the target: folders of
     safetensors and GGUF files. hub: the cache of the Hugging Face Hub. Each is measured as a draft model, also in 8 and
-    in 4 bits."""
+    in 4 bits. Of several GGUF files of one model, those nearest to 16, 8 and 4 bits are measured."""
     head: Annotated[str, Option("KIND", _TRAIN)] = AUTO_HEAD
     """Kind of the head to train; see `outrider train`. auto: slim for targets up to 1024 wide, eagle31 for wider ones,
     mtp below four layers."""

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from outrider.lab.fit.prompts import PromptFiles
 from outrider.lab.fit.rules import Gain, TrainingPlan, evaluation_tokens, expected_gain, plan_certificate
 from outrider.lab.fit.settings import Settings
 from outrider.lab.tune.advice import Advice
+from outrider.lab.tune.budget import PLANNED
 from outrider.lab.tune.measure import measure
 from outrider.lab.tune.run import make_document
 from outrider.lab.tune.settings import Settings as TuneSettings
@@ -56,10 +58,12 @@ def measure_proposers(
     return document
 
 
-def compared_drafts(settings: Settings, proposers: Sequence[str]) -> Drafts:
+def compared_drafts(
+    settings: Settings, proposers: Sequence[str], stored: Mapping[Path, frozenset[str]] = MappingProxyType({})
+) -> Drafts:
     """Return the weights to compare of each proposer with a draft; {} if the user has named them.
 
-    Quantized GGUF files keep their types.
+    Quantized GGUF files keep their types. `stored` is that of a `Family`: another file has these weights.
     """
     if settings.engine.draft_quantize is not None:
         return {}
@@ -67,14 +71,20 @@ def compared_drafts(settings: Settings, proposers: Sequence[str]) -> Drafts:
         draft_weight_bits("int8", kernels=settings.engine.kernels, device=str(choose_device(settings.engine.device)))
     except OutriderError:  # they run on torch or on a GPU
         return {}
-    return {proposer: (None, *QUANTIZE_BITS) for proposer in proposers if _has_full_draft(proposer)}
+    compared = {}
+    for proposer in proposers:
+        files = _full_drafts(proposer)
+        if files:
+            elsewhere = frozenset().union(*(stored.get(file, ()) for file in files))
+            compared[proposer] = (None, *(name for name in QUANTIZE_BITS if name not in elsewhere))
+    return compared
 
 
-def _has_full_draft(proposer: str) -> bool:
-    """Return whether a proposer has a draft whose weights are not quantized yet."""
+def _full_drafts(proposer: str) -> list[Path]:
+    """Return the drafts of a proposer whose weights are not quantized yet."""
     drafts = [leaf.argument for leaf in parse(proposer).leaves() if leaf.name in NAMED and NAMED[leaf.name].reads_text]
     files = [Path(draft).expanduser() for draft in drafts]
-    return any(not (is_gguf(file) and file.is_file() and read_gguf(file).quantized) for file in files)
+    return [file for file in files if not (is_gguf(file) and file.is_file() and read_gguf(file).quantized)]
 
 
 def tune_settings(settings: Settings, prompts: Path, proposers: Sequence[str], drafts: Drafts) -> TuneSettings:
@@ -186,7 +196,7 @@ class _GainReport:
 
 
 def certify(settings: Settings, target: Path, advice: Advice, *, native: bool, tokens_per_s: float) -> Document:
-    """Audit the chosen proposer in about `--measure-minutes`: fewer samples and shorter texts where time is short.
+    """Audit the chosen proposer within `--measure-minutes`: fewer samples and shorter texts where time is short.
 
     Args:
         advice: the choice of the second measurement.
@@ -198,7 +208,8 @@ def certify(settings: Settings, target: Path, advice: Advice, *, native: bool, t
         Whether it passed, and the figures; or the reason why the audit could not be made.
     """
     k = max(advice.fixed_k, 1)
-    plan = plan_certificate(settings.samples, k=k, tokens_per_s=tokens_per_s, seconds=60 * settings.measure_minutes)
+    seconds = PLANNED * 60 * settings.measure_minutes
+    plan = plan_certificate(settings.samples, k=k, tokens_per_s=tokens_per_s, seconds=seconds)
     if plan is None:
         return {
             "passed": None,

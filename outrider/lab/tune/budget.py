@@ -9,6 +9,7 @@ from typing import NamedTuple
 from outrider.core.params import AUTO
 from outrider.lab.common.trial import MIN_BATCHES, WARMUP_TOKENS, Trial, Variant
 
+PLANNED = 0.8  # share of a time limit that is planned: proposers may be slower than plain decoding
 _SHORT = 32  # tokens of an output; variants are left out before outputs are made shorter
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
+from time import perf_counter
 
 from rich.console import Console
 
@@ -30,7 +31,7 @@ from outrider.lab.common.jobs import Condition, PromptBatch, make_batches
 from outrider.lab.common.memory import MemoryUse, measure_memory
 from outrider.lab.common.trial import Trial, Variant, label, run
 from outrider.lab.common.turns import Turns, warmup
-from outrider.lab.tune.budget import Budget, RunTime, most_promising, plan_budget
+from outrider.lab.tune.budget import PLANNED, Budget, RunTime, most_promising, plan_budget
 from outrider.lab.tune.settings import Settings
 from outrider.lab.tune.store import TrialStore
 from outrider.llm import LLM
@@ -56,18 +57,19 @@ def measure(
     """Run plain decoding and every proposer with every k, at every batch size and temperature.
 
     The batch sizes and temperatures share `max_seconds`. If the time is short, outputs are shorter, and then variants
-    are left out; see `plan_budget`. When a share is over, the remaining batches of prompts are left out there. Every
-    variant runs the same ones. Ctrl-C ends the measurement; what is comparable by then is returned.
+    are left out; see `plan_budget`. Batches of prompts that would not end in time are left out. Every variant runs the
+    same ones. Ctrl-C ends the measurement; what is comparable by then is returned.
 
     Args:
         settings: what to measure.
-        max_seconds: the time limit, without loading.
+        max_seconds: the time limit, with loading. Only a first batch of prompts may exceed it.
         file: where runs are kept until the measurement is finished. The same measurement resumes from it.
 
     Raises:
         OutriderError: the settings cannot be measured.
         KeyboardInterrupt: nothing is comparable yet.
     """
+    end = perf_counter() + max_seconds
     with_sources = reads_sources(settings.engine.target)
     prompts = read_prompts(settings.prompts, limit=settings.limit, with_sources=with_sources)
     store = TrialStore(file, settings)
@@ -79,13 +81,16 @@ def measure(
         batches = _batches(engines.base, prompts, settings)
     with stage("measuring memory"):
         memory = _memory(engines, settings, batches)
-    budget = _budget(engines, settings, batches, store, max_seconds)
+    with stage("measuring passes"):  # for k auto
+        for variant in _variants(engines, settings.ks, next(iter(batches))):
+            engines.engine_for(variant)
+    budget = _budget(engines, settings, batches, store, end - perf_counter())
     found = len(_variants(engines, settings.ks, next(iter(batches))))
     if budget != (settings.max_tokens, found):
         print_plain(
             progress,
-            f"to fit into {max_seconds / 60:g} minutes, {budget.variants} of {found} variants run,"
-            f" with outputs of at most {budget.max_tokens} tokens",
+            f"  loading took {max_seconds - (end - perf_counter()):.0f} of {max_seconds:.0f} s. In the others,"
+            f" {budget.variants} of {found} variants run, with outputs of at most {budget.max_tokens} tokens",
         )
     shorten = partial(_shortened, max_tokens=budget.max_tokens)
     turns = Turns(
@@ -94,12 +99,8 @@ def measure(
         engine_for=engines.engine_for,
         repeats=settings.repeats,
         store=store,
-        max_seconds=max_seconds,
+        max_seconds=end - perf_counter(),
     )
-    with stage("measuring passes"):  # for k auto; it is no part of a time limit
-        for condition in batches:
-            for variant in turns.variants(condition):
-                engines.engine_for(variant)
     trials, complete = _run(turns)
     if complete:
         store.remove()
@@ -249,18 +250,18 @@ def _budget(
     settings: Settings,
     batches: Mapping[Condition, Sequence[PromptBatch]],
     store: TrialStore,
-    max_seconds: float,
+    seconds: float,
 ) -> Budget:
     """Choose the budget from a short run of plain decoding, or take that of the stored runs."""
     if store.budget is None:
         condition, group = next(iter(batches.items()))
         variants = _variants(engines, settings.ks, condition)
         time = RunTime(0.0, 0.0)
-        if not math.isinf(max_seconds):
+        if not math.isinf(seconds):
             for _ in range(2):  # the first one is slow
                 time = RunTime.of(run(engines.base, variants[0], warmup(group[0])))
-        seconds = max_seconds / len(batches)
-        store.begin(plan_budget(time, seconds=seconds, variants=len(variants), max_tokens=settings.max_tokens))
+        share = PLANNED * max(seconds, 0.0) / len(batches)
+        store.begin(plan_budget(time, seconds=share, variants=len(variants), max_tokens=settings.max_tokens))
     assert store.budget is not None
     return store.budget
 

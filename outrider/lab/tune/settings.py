@@ -93,8 +93,11 @@ class Settings(RepeatedSettings):
             self._check_proposers()
 
     def _check_proposers(self) -> None:
-        from outrider.drafting.propose.registry import check_draft_settings, parse
-        from outrider.engine.verifiers import find_verifier
+        from outrider.drafting.propose.registry import check_draft_settings, check_names, parse
+
+        for proposer in self.proposers:
+            check_names(proposer)
+        from outrider.engine.verifiers import find_verifier  # here, because it imports torch
 
         for proposer in self.proposers:
             find_verifier(self.engine.verifier, proposer)

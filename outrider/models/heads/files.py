@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from outrider.errors import OutriderError
 from outrider.models.heads.formats.base import TargetInfo
-from outrider.models.torch.tensor_files import INDEX, read_index
 from outrider.models.torch.tensor_files import TensorFiles as MappedFiles
+from outrider.runtime.mapped_files import INDEX, read_index
 
 # Config keys of models that scale their embeddings.
 _EMBEDDING_SCALES = frozenset({"embedding_multiplier", "scale_emb"})

@@ -65,21 +65,6 @@ def model_name(name: str | Path | None) -> str:
     return path.stem if is_gguf(path) else path.name
 
 
-def check_present(name: str | Path | None) -> None:
-    """Check that there is a model of this name, if it is a path or an embedded model, before anything is imported.
-
-    Raises:
-        OutriderError: there is none.
-    """
-    if name is None or hub_name(name) is not None:
-        return
-    path = model_folder(name)
-    if not is_gguf(path):
-        check_is_folder(path)
-    elif not path.exists():
-        raise OutriderError(f"{path} cannot be read (No such file or directory); give the path of a GGUF file")
-
-
 def check_is_folder(path: Path) -> None:
     """Raise OutriderError if a path is no folder."""
     if not path.is_dir():

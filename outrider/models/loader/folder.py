@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from outrider.errors import OutriderError
 from outrider.models.loader.embedded import check_is_folder
 from outrider.models.loader.gguf.file import parts_of
-from outrider.models.torch.tensor_files import INDEX, read_index
+from outrider.runtime.mapped_files import INDEX, read_index
 
 _POINTER = b"version https://git-lfs"
 _PART = re.compile(r".*-\d+-of-\d+\.safetensors")
@@ -122,7 +122,7 @@ def check_weights(path: Path, config: Any) -> None:
 def _check_whole(file: Path) -> None:
     """Raise if the header of a file of safetensors, which says how long the file is, does not fit it."""
     try:
-        with safe_open(file, "pt"):
+        with safe_open(file, "np"):  # which needs no torch
             pass
     except SafetensorError as error:
         raise OutriderError(f"{file} is damaged or truncated ({one_line(error)}); copy or download it again") from error

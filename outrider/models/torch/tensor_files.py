@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -13,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from outrider.errors import OutriderError
 from outrider.models.torch.weights import Weights
+from outrider.runtime.mapped_files import INDEX, MappedTensor, map_file, read_index
 
-INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _LENGTH_BYTES = 8  # of the number before the header of a file
 _FIX = "copy the checkpoint again"
@@ -46,37 +44,13 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MappedTensor:
-    """A tensor in a mapped file."""
-
-    name: str
-    kind: str  # name of its type, such as BF16 or Q4_K
-    shape: tuple[int, ...]  # as torch orders it: the last dimension is contiguous
-    data: NDArray[np.uint8]  # [bytes] of the file
-    file: mmap.mmap
-    begin: int  # of the data in the file
-
-    def values(self) -> torch.Tensor:
-        """Return the tensor. It shares the memory of the file if its address fits its type; `kind` is in `DTYPES`."""
-        dtype = DTYPES[self.kind]
-        if not len(self.data):
-            return torch.empty(self.shape, dtype=dtype)
-        data = self.data.copy() if self.begin % dtype.itemsize else self.data
-        return torch.frombuffer(data, dtype=dtype).view(self.shape)
-
-    def release(self) -> None:
-        """Give the pages of the data back to the system, which reads them again when used."""
-        if hasattr(mmap, "MADV_DONTNEED") and len(self.data):
-            begin = self.begin // mmap.PAGESIZE * mmap.PAGESIZE
-            self.file.madvise(mmap.MADV_DONTNEED, begin, self.begin + len(self.data) - begin)
-
-
-def map_file(path: Path) -> mmap.mmap:
-    """Map a file into memory. An OSError or ValueError says that it is missing or empty."""
-    with path.open("rb") as content:
-        # Private and writable, since torch warns of memory that is not writable. Nothing writes to it.
-        return mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_COPY)
+def tensor_values(tensor: MappedTensor) -> torch.Tensor:
+    """Return a tensor of a type in `DTYPES`. It shares the memory of the file if its address fits its type."""
+    dtype = DTYPES[tensor.kind]
+    if not len(tensor.data):
+        return torch.empty(tensor.shape, dtype=dtype)
+    data = tensor.data.copy() if tensor.begin % dtype.itemsize else tensor.data
+    return torch.frombuffer(data, dtype=dtype).view(tensor.shape)
 
 
 class TensorFiles(Weights):
@@ -120,7 +94,7 @@ class TensorFiles(Weights):
         tensor = self._find(name)
         if tensor.kind not in DTYPES:
             raise OutriderError(f"{name} in {self.path} has the type {tensor.kind}, which is not supported; {_FIX}")
-        return tensor.values()
+        return tensor_values(tensor)
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a tensor. An OutriderError says that there is none of this name."""
@@ -145,15 +119,6 @@ class TensorFiles(Weights):
         if name not in self._tensors:
             raise OutriderError(f"the weights in {self.path} lack {name}; {_FIX}")
         return self._tensors[name]
-
-
-def read_index(index: Path) -> dict[str, str]:
-    """Return the file of each tensor from an index of files. Raises OutriderError if it cannot be read."""
-    try:
-        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise OutriderError(f"{index} cannot be read ({error}); {_FIX}") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -215,6 +215,7 @@ def test_family_is_measured_as_drafts(fit, tmp_path):
     assert draft["token_ms"] > 0
     assert any(f"--proposer draft:{small} --k 2" in line for line in document["fit"]["summary"])
     assert "draft models: small" in result.stderr
+    assert "This takes 10 minutes at most: 10 minutes for the 2 measurements." in result.stderr
     outcome = fit(tmp_path / "none", **words | {"--family": small / "models"})
     assert "which is no folder; name folders" in one_line(outcome)
 
@@ -226,6 +227,8 @@ def test_only_drafts_with_full_weights_are_compared_in_8_and_4_bits(tmp_path, mo
     assert compared_drafts(Settings(out=str(tmp_path / "out")), [full, blocks, "ngram"]) == {
         full: (None, *QUANTIZE_BITS)
     }
+    stored = {tmp_path / "F16.gguf": frozenset({"int8"})}  # the other file
+    assert compared_drafts(Settings(out=str(tmp_path / "out")), [full, blocks], stored) == {full: (None, "int4")}
 
 
 @pytest.mark.slow

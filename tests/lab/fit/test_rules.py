@@ -1,5 +1,7 @@
 """Decisions of a fit, on made-up figures."""
 
+from dataclasses import replace
+
 import pytest
 
 from outrider.core.config import EngineConfig
@@ -16,6 +18,7 @@ from outrider.lab.fit.rules import (
     plan_training,
     ranked,
 )
+from outrider.lab.tune.figures import RoundMs
 from outrider.runtime.report.console import bytes_text
 from tests.lab.fit.made_up import TRAINED, case, certificate, measured
 
@@ -93,6 +96,13 @@ def test_best_weights_of_a_draft_are_measured_again_and_named():
     assert found.options[1].by_temperature[0].speedup == 1.5
     assert found.options[1].memory_bytes == 1_000_000
     assert "Chosen: draft:/x/small in int8 with k 4" in words(found)
+
+
+def test_draft_token_of_k_auto_that_drafts_nothing_takes_the_time_of_the_others():
+    draft = "draft:/x/small"
+    idle = replace(case(draft, "auto", 1.2), nodes=0.0, parts=RoundMs(draft=0.0, target=1.0, host=0.0))
+    (figures,) = outcome(measured(idle, case(draft, 4, 1.1))).drafts
+    assert (figures.k, figures.token_ms) == ("auto", 0.25)
 
 
 def test_draft_models_are_listed_with_their_costs_and_the_command_of_the_fastest():
@@ -173,6 +183,13 @@ def test_second_measurement_has_a_proposer_with_a_model():
     cases = [case(name, 2, 1.5 - 0.1 * i) for i, name in enumerate(("suffix", "ngram", "recycle", "suffix:9"))]
     cases += [case("best(suffix,quantized:int4)", 2, 1.05), case("quantized:int4", 2, 1.0)]
     assert finalists(cases, None) == ("suffix", "ngram", "recycle", "best(suffix,quantized:int4)")
+
+
+def test_second_measurement_has_one_file_of_a_draft_model():
+    names = ("draft:/a-Q4.gguf", "draft:/a-Q8.gguf", "draft:/a-F16.gguf", "draft:/b-Q8.gguf", "ngram")
+    cases = [case(name, 2, 1.5 - 0.1 * i) for i, name in enumerate(names)]
+    models = {name: name[:8] for name in names[:4]}
+    assert finalists(cases, None, models=models) == (names[0], names[3], "ngram")
 
 
 def test_only_lookups_are_merged_with_head():

@@ -53,7 +53,8 @@ def test_each_proposer_comes_before_a_second_k():
     [
         (1000.0, 300.0, CertificatePlan(400, 16)),
         (100.0, 60.0, CertificatePlan(148, 10)),
-        (100.0, 30.0, CertificatePlan(100, 5)),
+        (100.0, 33.0, CertificatePlan(100, 5)),
+        (100.0, 30.0, None),  # 4 x 288 + 100 x 21 tokens take 32.5 s
         (5.0, 30.0, None),
     ],
 )

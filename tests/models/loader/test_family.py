@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.errors import OutriderError
@@ -61,6 +62,31 @@ def test_gguf_files_are_found_and_a_split_one_is_one(tmp_path):
     shutil.copy(small, tmp_path / "models" / "mmproj-small.gguf")
     shutil.copy(small, tmp_path / "models" / "lost-00002-of-00002.gguf")
     assert find_smaller(target, [str(tmp_path / "models"), str(tmp_path)]).smaller == (small,)
+
+
+def test_one_file_of_a_model_stays_for_each_width(tmp_path):
+    """Files of another model with the same sizes are not among them."""
+    torch.manual_seed(0)
+    config = make_config("LlamaConfig", **SIZES, num_hidden_layers=1, tie_word_embeddings=True)
+
+    def files(name, *kinds):
+        model = AutoModelForCausalLM.from_config(config)
+        torch.nn.init.uniform_(model.model.norm.weight)
+        return [write_gguf(tmp_path / "models" / f"{name}-{kind}.gguf", model, kind) for kind in kinds]
+
+    (tmp_path / "models").mkdir()
+    full, eight, _, four = files("a", "F16", "Q8_0", "Q5_0", "Q4_0")
+    (other,) = files("b", "F16")
+    target = write_gguf(
+        tmp_path / "large.gguf",
+        AutoModelForCausalLM.from_config(make_config("LlamaConfig", **SIZES, num_hidden_layers=6)),
+    )
+    family = find_smaller(target, [str(tmp_path / "models")])
+    assert set(family.smaller) == {full, eight, four, other}
+    assert family.reasons == ["left out, as another file of the model has about as many bits: a-Q5_0.gguf"]
+    assert family.stored == {full: {"int8", "int4"}, other: frozenset()}
+    assert len({family.models[file] for file in (full, eight, four)}) == 1
+    assert family.models[other] == other
 
 
 def test_parameters_are_those_without_the_lm_head_in_each_format(target, tmp_path):

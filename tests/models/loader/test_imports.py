@@ -1,14 +1,17 @@
 """What a start imports: torch takes seconds, and transformers takes more."""
 
+import shutil
 import subprocess
 import sys
 from functools import partial
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.helpers import quantized_files as files
 from tests.helpers import tiny
 from tests.helpers.gguf_architectures import writable_model, write_architecture
+from tests.helpers.gguf_files import SIZES, write_gguf
 from tests.models.loader.test_native_checkpoint import wide_config
 from tests.models.loader.test_quantized import AWQ
 
@@ -31,17 +34,42 @@ def _imports(*arguments):
     return done.stdout.splitlines()[-1].split(), done.stderr
 
 
+@pytest.fixture(scope="module")
+def files_of_users(tmp_path_factory):
+    """A folder with what a user may give in place of a model."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    config = tiny.make_config("LlamaConfig", **SIZES)
+    whole = write_gguf(folder / "whole.gguf", AutoModelForCausalLM.from_config(config), "Q8_0")
+    (folder / "short.gguf").write_bytes(whole.read_bytes()[:-1])
+    (folder / "text.gguf").write_text("no model")
+    (folder / "empty").mkdir()
+    shutil.copytree(tiny.save(folder / "full", config), folder / "lost")
+    (folder / "lost" / "model.safetensors").unlink()
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("arguments", "message"),
     [
-        ("nofile.gguf", "nofile.gguf cannot be read (No such file or directory)"),
-        ("nodir", "nodir is not a folder"),
-        ("@nobody", "@nobody does not come with Outrider"),
+        ("run --target nofile.gguf hi", "nofile.gguf cannot be read (No such file or directory)"),
+        ("run --target nodir hi", "nodir is not a folder"),
+        ("run --target @nobody hi", "@nobody does not come with Outrider"),
+        ("run --target short.gguf hi", "short.gguf is damaged or truncated: it has"),
+        ("serve --target text.gguf", "text.gguf is no GGUF file"),
+        ("bench --target empty", "empty holds no config.json"),
+        ("tune --target lost", "lost holds no .safetensors"),
+        ("fit --target short.gguf --out out", "short.gguf is damaged or truncated: it has"),
+        ("audit --proposer draft:short.gguf", "short.gguf is damaged or truncated: it has"),
+        ("run --proposer best(ngram,draft:nodir) hi", "nodir is not a folder"),
+        ("bench --proposer draft:empty", "empty holds no config.json"),
+        ("tune --proposers ngram;ngrm", "proposer 'ngrm' is unknown; did you mean ngram?"),
+        ("fit --out out --prompts lost.jsonl", "lost.jsonl cannot be read"),
     ],
 )
-def test_missing_target_is_an_error_before_packages_are_imported(name, message):
-    imported, errors = _imports("run", "--target", name)
-    assert not imported
+def test_mistakes_are_found_before_torch_is_imported(arguments, message, files_of_users, monkeypatch):
+    monkeypatch.chdir(files_of_users)
+    imported, errors = _imports(*arguments.split())
+    assert set(imported) <= {"numpy"}
     assert message in errors
     assert len(errors.splitlines()) == 1
 

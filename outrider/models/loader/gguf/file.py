@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import OutriderError, UnsupportedModel
-from outrider.models.torch.tensor_files import MappedTensor, map_file
+from outrider.runtime.mapped_files import MappedTensor, map_file
 
 FLOATS = ("F32", "F16", "BF16")
 ROTARY_FACTORS = "rope_freqs.weight"
@@ -180,6 +180,11 @@ class GGUFFile:
         return 8 * size / sum(prod(tensor.shape) for tensor in self._matrices)
 
     @property
+    def least_bits(self) -> float:
+        """Bits per weight of the smallest type of its matrices."""
+        return min(8 * tensor.data.nbytes / prod(tensor.shape) for tensor in self._matrices)
+
+    @property
     def _matrices(self) -> list[MappedTensor]:
         return [tensor for tensor in self.tensors.values() if len(tensor.shape) > 1]
 
@@ -293,6 +298,11 @@ class _Reader:
         places = [self._place(path) for _ in range(num_tensors)]
         alignment = int(fields.get("general.alignment", _ALIGNMENT))
         start = -(-self._at // alignment) * alignment
+        needed = max((start + offset + _nbytes(kind, shape) for _, kind, shape, offset in places), default=0)
+        if needed > len(self._data):
+            raise OutriderError(
+                f"{path} is damaged or truncated: it has {len(self._data)} bytes of at least {needed}; {_FIX}"
+            )
         tensors = {name: self._tensor(name, kind, shape, start + offset) for name, kind, shape, offset in places}
         return GGUFFile(path=path, fields=MappingProxyType(fields), tensors=MappingProxyType(tensors))
 
@@ -363,6 +373,10 @@ class _Reader:
         return name, _BLOCK_TYPES[number], tuple(reversed(sizes)), offset
 
     def _tensor(self, name: str, kind: BlockType, shape: tuple[int, ...], begin: int) -> MappedTensor:
-        size = prod(shape) // kind.elements * kind.size
+        size = _nbytes(kind, shape)
         data = np.frombuffer(self._data, np.uint8, size, begin) if size else np.empty(0, np.uint8)
         return MappedTensor(name=name, kind=kind.name, shape=shape, data=data, file=self._data, begin=begin)
+
+
+def _nbytes(kind: BlockType, shape: tuple[int, ...]) -> int:
+    return prod(shape) // kind.elements * kind.size

@@ -13,8 +13,9 @@ from outrider.models.loader.gguf.file import ROTARY_FACTORS, GGUFFile
 from outrider.models.loader.gguf.schema import FOLDER, Architecture, Source, stacked
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.gguf_made import MadeExperts, MadeWeight
-from outrider.models.torch.tensor_files import DTYPES, MappedTensor
+from outrider.models.torch.tensor_files import DTYPES, tensor_values
 from outrider.models.torch.weights import Weight, Weights, converted
+from outrider.runtime.mapped_files import MappedTensor
 
 _ROTARY = frozenset({ROTARY_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"})
 _EMBEDDING, _HEAD = "token_embd.weight", "lm_head.weight"
@@ -131,7 +132,7 @@ class GGUFWeights(Weights):
     def _value(self, tensor: MappedTensor) -> torch.Tensor | BlockWeight:
         """Return a tensor. One in blocks has two dimensions: all but the last one are rows."""
         if tensor.kind in DTYPES:
-            return tensor.values()
+            return tensor_values(tensor)
         blocks = tensor.data.reshape(prod(tensor.shape[:-1]), -1)
         return BlockWeight(blocks, tensor.kind, tensor.shape[-1], release=tensor.release)
 
