@@ -23,7 +23,8 @@ constexpr int kCodeTile = kRegLanes == kLanes ? 12 : 4;  // the same for codes, 
 constexpr int kAhead = kRegLanes == kLanes ? 2048 : 8192;
 constexpr int kAheadCodes = kRegLanes == kLanes ? 2048 : 4096;
 constexpr int kLine = 16;           // words of a cache line
-// Words of inputs after which the other outputs of the panel are computed, while the panel is still in the cache.
+// Words of inputs that are multiplied with all rows and outputs of a panel before the next ones, while their weights are in
+// the cache.
 constexpr int kRun = 64;
 
 // A group of inputs that are bytes.

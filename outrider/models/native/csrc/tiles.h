@@ -7,21 +7,6 @@
 
 namespace outrider {
 
-// Copy the sums of a panel, computed `Regs` registers at a time, to rows.
-template <int Steps, int M, int Regs>
-inline void copy_sums(const FloatReg (&sums)[Steps][M][Regs], float (*out)[kPanel]) {
-  for (int i = 0; i < Steps; i++)
-    for (int m = 0; m < M; m++) std::memcpy(out[m] + i * Regs * kRegLanes, sums[i][m], sizeof sums[i][m]);
-}
-
-// Prefetch weights that are read later, for outputs in `Regs` registers. Each part of a panel prefetches its own weights,
-// so that the memory is busy while every part is computed.
-template <int Regs, class Stored>
-inline void prefetch(const Stored* w) {
-  for (size_t i = 0; i < Regs * kRegLanes * sizeof(Stored); i += 4 * kLine)
-    __builtin_prefetch(reinterpret_cast<const char*>(w) + i + kAhead);
-}
-
 // Whether a format is the type of weights that are not quantized.
 template <class Format>
 constexpr bool kIsElement = std::is_same_v<Format, float> || std::is_same_v<Format, Half> || std::is_same_v<Format, uint16_t>;
@@ -30,6 +15,10 @@ constexpr bool kIsElement = std::is_same_v<Format, float> || std::is_same_v<Form
 template <class Element>
 using Stored = std::conditional_t<std::is_same_v<Element, Half>, uint16_t, int32_t>;
 
+// Registers of outputs that are multiplied with an input of M rows at the same time.
+template <int M>
+constexpr int kElementRegs = std::min(kPanel / kRegLanes, M <= 2 ? 4 : 2);
+
 // Return part `part` of the weights of the outputs of one register.
 template <class Element>
 inline IntReg weights_at(const Stored<Element>* w, int part) {
@@ -37,40 +26,34 @@ inline IntReg weights_at(const Stored<Element>* w, int part) {
   else return kParts<Element> == 1 ? load_reg(w) : half_of(load_reg(w), part);
 }
 
-// Add the products of `count` words of inputs to the sums of some outputs of a panel. Their weights begin at w.
-template <class Element, int M, int Regs>
-inline void add_words(FloatReg (&sums)[M][Regs], const Stored<Element>* w, const int32_t* x, int stride, int count) {
-  FloatReg acc[M][Regs];  // a local copy, which compilers keep in registers
-  std::memcpy(acc, sums, sizeof acc);
-  for (int k = 0; k < count; k++, w += kPanel) {
-    prefetch<Regs>(w);
-    for (int part = 0; part < kParts<Element>; part++) {
-      IntReg weights[Regs];
-      for (int p = 0; p < Regs; p++) weights[p] = weights_at<Element>(w + p * kRegLanes, part);
-      for (int m = 0; m < M; m++) {
-        const IntReg word = IntReg{} + x[size_t(m) * stride + kParts<Element> * k + part];
-        for (int p = 0; p < Regs; p++) acc[m][p] = dot_words<Input<Element>>(acc[m][p], weights[p], word);
+// Add the products of `count` words of inputs to the sums of M rows. The weights of the panel begin at w. Prefetch those
+// from `ahead` on, a part of a line for each register of weights, but only at every word whose number has no bit of `mask`.
+template <class Element, int M>
+void add_words(const Stored<Element>* w, const Stored<Element>* ahead, int mask, const int32_t* x, int stride, int count,
+               float (*sums)[kPanel]) {
+  constexpr int regs = kElementRegs<M>, width = regs * kRegLanes;
+  for (int lane = 0; lane < kPanel; lane += width) {
+    FloatReg acc[M][regs];
+    for (int m = 0; m < M; m++)
+      for (int p = 0; p < regs; p++) acc[m][p] = load_reg(sums[m] + lane + p * kRegLanes);
+    for (int k = 0; k < count; k++) {
+      if (!(k & mask)) {
+        for (size_t i = 0; i < width * sizeof *w; i += 4 * kLine)
+          __builtin_prefetch(reinterpret_cast<const char*>(ahead) + i);
+        ahead += width;
+      }
+      for (int part = 0; part < kParts<Element>; part++) {
+        IntReg weights[regs];
+        for (int p = 0; p < regs; p++) weights[p] = weights_at<Element>(w + k * kPanel + lane + p * kRegLanes, part);
+        for (int m = 0; m < M; m++) {
+          const IntReg word = IntReg{} + x[size_t(m) * stride + kParts<Element> * k + part];
+          for (int p = 0; p < regs; p++) acc[m][p] = dot_words<Input<Element>>(acc[m][p], weights[p], word);
+        }
       }
     }
+    for (int m = 0; m < M; m++)
+      for (int p = 0; p < regs; p++) store(sums[m] + lane + p * kRegLanes, acc[m][p]);
   }
-  std::memcpy(sums, acc, sizeof acc);
-}
-
-// Compute a panel for M rows, with weights that are floats, half floats or bfloat16.
-template <class Element, int M>
-void tile_words(const Linear& layer, int panel, const Rows& x, int r, float (*out)[kPanel]) {
-  constexpr int regs = kPanel / kRegLanes;
-  constexpr int regs_per_step = std::min(regs, M <= 2 ? 4 : 2);  // as many as fit into registers
-  const int words = layer.inputs / (std::is_same_v<Element, uint16_t> ? 2 : 1);
-  const int run = regs_per_step == regs ? words : kRun;
-  const auto* w = static_cast<const Stored<Element>*>(layer.weight) + size_t(panel) * words * kPanel;
-  const int32_t* inputs = x.words + size_t(r) * x.stride;
-  FloatReg sums[regs / regs_per_step][M][regs_per_step] = {};
-  for (int k = 0; k < words; k += run)
-    for (int i = 0; i < regs / regs_per_step; i++)
-      add_words<Element>(sums[i], w + size_t(k) * kPanel + i * regs_per_step * kRegLanes, inputs + kParts<Element> * k,
-                         x.stride, std::min(run, words - k));
-  copy_sums(sums, out);
 }
 
 // Call f with the numbers 0 .. count - 1 as constants.
@@ -345,15 +328,30 @@ void tile_codes(const Linear& layer, int number, const Rows& x, int r, int rows,
   }
 }
 
+// Compute a panel with weights that are floats, half floats or bfloat16.
+//
+// All rows are multiplied with a run of words before the next ones, while these weights are in the cache. The passes over
+// a run prefetch about as many weights as the run has, in their order, so that the memory is busy all the time.
 template <class Element, int... I>
 void tile_elements(const Linear& layer, int panel, const Rows& x, int r, int rows, float (*out)[kPanel],
                    std::integer_sequence<int, I...>) {
-  typedef void Function(const Linear&, int, const Rows&, int, float (*)[kPanel]);
-  static constexpr Function* functions[] = {tile_words<Element, I + 1>...};
-  const int tiles = parts(rows, kTile);
-  for (int i = 0; i < tiles; i++) {
-    const int m = part_begin(rows, tiles, i), count = part_begin(rows, tiles, i + 1) - m;
-    functions[count - 1](layer, panel, x, r + m, out + m);
+  static constexpr decltype(&add_words<Element, 1>) functions[] = {add_words<Element, I + 1>...};
+  static constexpr bool one_pass[] = {kElementRegs<I + 1> * kRegLanes == kPanel...};
+  const int words = layer.inputs / (std::is_same_v<Element, uint16_t> ? 2 : 1);
+  const int tiles = parts(rows, kTile), run = tiles == 1 && one_pass[rows - 1] ? words : kRun;
+  int mask = 0;  // one pass in two, four, ... prefetches
+  while (2 * mask + 2 <= tiles) mask = 2 * mask + 1;
+  const auto* w = static_cast<const Stored<Element>*>(layer.weight) + size_t(panel) * words * kPanel;
+  std::memset(out, 0, sizeof(*out) * rows);
+  for (int k = 0; k < words; k += run, w += run * kPanel) {
+    const int count = std::min(run, words - k);
+    const auto* ahead = w + kAhead / sizeof *w;
+    for (int i = 0; i < tiles; i++) {
+      const int m = part_begin(rows, tiles, i), size = part_begin(rows, tiles, i + 1) - m;
+      const int32_t* inputs = x.words + size_t(r + m) * x.stride + kParts<Element> * k;
+      functions[size - 1](w, ahead, mask, inputs, x.stride, count, out + m);
+      ahead += parts(count, mask + 1) * kPanel;
+    }
   }
 }
 
