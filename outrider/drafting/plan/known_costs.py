@@ -19,6 +19,7 @@ from outrider.core.target import Target
 from outrider.drafting.plan.calibrate import Measured, PassTimes, context_of
 from outrider.drafting.plan.pass_cost import CostModel, PassCost, Sample
 from outrider.errors import OutriderError
+from outrider.models.native.builds import sources_hash
 from outrider.models.native.library import cache_folder
 from outrider.runtime.atomic_files import write_whole
 from outrider.runtime.machine import hardware, versions
@@ -83,8 +84,8 @@ def _is_accurate(times: PassTimes) -> bool:
 
 
 def cost_file(model: Target) -> Path:
-    """Return the file for the costs of a model on this machine."""
-    facts = (model.kernels, model.bytes(), model.vocab, model.slots, context_of(model))
+    """Return the file for the costs of a model with these kernels on this machine."""
+    facts = (model.kernels, sources_hash(), model.bytes(), model.vocab, model.slots, context_of(model))
     key = json.dumps([_METHOD, facts, hardware(str(model.device)), versions()], sort_keys=True, default=str)
     return cache_folder() / f"costs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 

@@ -426,6 +426,13 @@ def test_costs_are_cached_on_disk(tmp_path, monkeypatch):
     assert cost_file(target).read_text().startswith("[")
 
 
+def test_other_kernels_have_other_costs(monkeypatch):
+    target = ToyTarget(slots=2, context=32)
+    before = cost_file(target)
+    monkeypatch.setattr("outrider.drafting.plan.known_costs.sources_hash", lambda: "other sources")
+    assert cost_file(target) != before
+
+
 @pytest.mark.parametrize("pass_seconds", [1e-4, 1e-2, 0.3])
 def test_a_start_measures_for_a_second_at_most(tmp_path, monkeypatch, pass_seconds):
     """If the first two passes take longer, they are all that is measured. Later starts continue."""
