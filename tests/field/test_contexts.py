@@ -61,7 +61,7 @@ def test_native_draft_with_a_smaller_context_than_a_target_on_torch(shelf, short
 @NATIVE
 def test_error_of_short_memory_names_settings_that_exist(shelf, short_draft, monkeypatch):
     """`cache_gb` cannot be set for a target on torch, so no message asks for it (llama.cpp#22554)."""
-    monkeypatch.setattr("outrider.engine.build.free_memory", lambda: 1000)
+    monkeypatch.setattr("outrider.engine.cache_memory.free_memory", lambda: 1000)
     options = {"dtype": "float32", "device": "cpu", "max_num_seqs": 1, "max_model_len": 128}
     with pytest.raises(OutriderError, match=r"one sequence of 64 tokens .*; free memory, or lower max_model_len"):
         LLM(shelf.folder("gpt_neox"), proposer=f"draft:{short_draft}", **options)
