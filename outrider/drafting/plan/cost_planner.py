@@ -343,17 +343,22 @@ class CostPlanner:
         plain = spent
         if seqs:
             decode = self._clock.at(seqs, seqs=seqs, cached=cached)
-            with_prompts = self._clock.at(seqs + prompt_tokens, seqs=seqs, cached=cached)
-            plain = decode * output_tokens / seqs + (with_prompts - decode) * window.rounds
+            plain = decode * output_tokens / seqs
+            saved = 0.0
             if window.alternative >= 0 and not window.has_fixed_alternatives:
                 extra_tokens = output_tokens - seqs * window.rounds
                 k = window.draft_tokens / window.rounds / seqs
                 verify = self._clock.verify(seqs, k, cached=cached, feed=prompt_tokens)
+                with_prompts = self._clock.at(seqs + prompt_tokens, seqs=seqs, cached=cached)
                 # Use expected pass times. Measured ones vary by more than a few draft tokens cost.
                 saved = decode * extra_tokens / seqs - (verify - with_prompts) * window.rounds - draft_seconds
                 self._trials.budget.add_savings(saved)
                 proposer = self.proposers[window.alternative]
-                proposer.add_time(spent=spent, plain=plain, saved=saved, passes=window.drafting_seqs)
+                # Prompts take the same time with and without drafts, and their estimate is too rough to compare with.
+                without_prompts = plain - saved if prompt_tokens else spent
+                proposer.add_time(spent=without_prompts, plain=plain, saved=saved, passes=window.drafting_seqs)
+            if prompt_tokens:
+                plain = spent + saved
         self._trials.budget.add_time(spent, has_saved=self._trials.has_saved_time)
         self.spent_seconds += spent
         self.plain_seconds += plain
