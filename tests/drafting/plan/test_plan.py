@@ -314,6 +314,16 @@ def test_drafting_starts_when_the_first_sequence_decodes():
     assert planner.plan(decoding, Stats(rounds=43)).draft_budget == (4,)
 
 
+def test_fast_prompt_does_not_count_as_a_gain():
+    """The estimate of a prompt is extrapolated, and may be far too high."""
+    planner = CostPlanner(costs(STEEP), max_draft_tokens=4)
+    prompt = replace(batch(1, start=59), start=(0,), feed=((0,) * 60,), budget=DraftBudget((0,)))
+    planner.plan(prompt, Stats())
+    planner.plan(batch(1, start=60), Stats(rounds=1, target_seconds=5.0, output_tokens=1))
+    assert planner.spent_seconds == 5.0
+    assert planner.plain_seconds == pytest.approx(5.0)
+
+
 def test_seeded_request_gets_a_fixed_draft_length_during_plain_decoding():
     planner = CostPlanner(costs(STEEP), max_draft_tokens=12, replay=True)
     unseeded = batch(2)
