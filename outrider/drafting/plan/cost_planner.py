@@ -355,8 +355,8 @@ class CostPlanner:
                 self._trials.budget.add_savings(saved)
                 proposer = self.proposers[window.alternative]
                 # Prompts take the same time with and without drafts, and their estimate is too rough to compare with.
-                without_prompts = plain - saved if prompt_tokens else spent
-                proposer.add_time(spent=without_prompts, plain=plain, saved=saved, passes=window.drafting_seqs)
+                decoding = plain - saved if prompt_tokens else spent
+                proposer.add_time(spent=decoding, plain=plain, saved=saved, passes=window.drafting_seqs)
             if prompt_tokens:
                 plain = spent + saved
         self._trials.budget.add_time(spent, has_saved=self._trials.has_saved_time)

@@ -26,8 +26,8 @@ inline IntReg weights_at(const Stored<Element>* w, int part) {
   else return kParts<Element> == 1 ? load_reg(w) : half_of(load_reg(w), part);
 }
 
-// Add the products of `count` words of inputs to the sums of M rows. The weights of the panel begin at w. Prefetch those
-// from `ahead` on, a part of a line for each register of weights, but only at every word whose number has no bit of `mask`.
+// Add the products of `count` words of inputs to the sums of M rows. The weights of the first word begin at w. Prefetch the
+// weights from `ahead` on in their order: all that a word has, at each word whose number has none of the bits of `mask`.
 template <class Element, int M>
 void add_words(const Stored<Element>* w, const Stored<Element>* ahead, int mask, const int32_t* x, int stride, int count,
                float (*sums)[kPanel]) {
@@ -339,7 +339,7 @@ void tile_elements(const Linear& layer, int panel, const Rows& x, int r, int row
   static constexpr bool one_pass[] = {kElementRegs<I + 1> * kRegLanes == kPanel...};
   const int words = layer.inputs / (std::is_same_v<Element, uint16_t> ? 2 : 1);
   const int tiles = parts(rows, kTile), run = tiles == 1 && one_pass[rows - 1] ? words : kRun;
-  int mask = 0;  // one pass in two, four, ... prefetches
+  int mask = 0;  // each tile prefetches at one word in 1, 2, 4, ..., the largest power of 2 up to the number of tiles
   while (2 * mask + 2 <= tiles) mask = 2 * mask + 1;
   const auto* w = static_cast<const Stored<Element>*>(layer.weight) + size_t(panel) * words * kPanel;
   std::memset(out, 0, sizeof(*out) * rows);
