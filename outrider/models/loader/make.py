@@ -43,17 +43,20 @@ def make_target(
     native = checkpoint.device.type == "cpu" and has_native_dtype and not on_torch
     _check_kernels(kernels, kv_dtype, native=native, on_torch=on_torch)
     sizes = {"slots": slots, "context": context, "bits": bits}
+    in_blocks = types and not GROUP_KINDS.issuperset(types)  # integers of groups are dequantized for torch
+    float32_only = ", ".join(types) if in_blocks and checkpoint.dtype != torch.float32 else ""
     target: Target | None = None
     if kernels == "triton" or (kernels == "auto" and checkpoint.device.type == "cuda" and not on_torch):
-        target = _try_triton(checkpoint, required=kernels == "triton", **sizes)
+        target = _try_triton(checkpoint, required=kernels == "triton", float32_only=float32_only, **sizes)
     elif native and kernels != "torch":
-        target = _try_native(checkpoint, kv_int8=kv_dtype != AUTO, required=kernels == "native", **sizes)
+        kv_int8 = kv_dtype != AUTO
+        required = kernels == "native"
+        target = _try_native(checkpoint, kv_int8=kv_int8, required=required, float32_only=float32_only, **sizes)
     if target is not None:
         return target
-    in_blocks = types and not GROUP_KINDS.issuperset(types)  # integers of groups are dequantized for torch
-    if in_blocks and checkpoint.dtype != torch.float32:
+    if float32_only:
         raise UnsupportedModel(
-            f"the {', '.join(types)} weights of this model run on torch in float32 only; use dtype float32"
+            f"the {float32_only} weights of this model run on torch in float32 only; use dtype float32"
         )
     if in_blocks and kernels == "auto":
         _log.warning("torch dequantizes the %s weights of this model in each pass, which is slow", ", ".join(types))
@@ -80,20 +83,34 @@ def _check_kernels(kernels: str, kv_dtype: str, *, native: bool, on_torch: bool)
         raise UnsupportedModel("the Triton kernels run decoder-only attention models on one GPU; use kernels auto")
 
 
-def _try_triton(checkpoint: Checkpoint, *, required: bool, bits: int, **sizes: int) -> Target | None:
-    """Make a target on the Triton kernels; None: they do not run it, and are not `required`."""
+def _try_triton(checkpoint: Checkpoint, *, required: bool, float32_only: str, bits: int, **sizes: int) -> Target | None:
+    """Make a target on the Triton kernels; None: torch runs it instead. The arguments are those of `_try_native`."""
     try:
         return _make_triton_target(checkpoint, bits=bits, **sizes)
     except UnsupportedModel as reason:
         if required or bits < 16:
             way = "use kernels auto" if bits == 16 else "leave quantize out"
             raise UnsupportedModel(f"{reason}; {way}") from reason
+        _check_torch(reason, float32_only)
         _log.info("running on torch: %s", reason)
         return None
 
 
-def _try_native(checkpoint: Checkpoint, *, kv_int8: bool, required: bool, **sizes: int) -> Target | None:
-    """Make a target on the native kernels; None: they do not run it, and are not `required`."""
+def _try_native(
+    checkpoint: Checkpoint, *, kv_int8: bool, required: bool, float32_only: str, **sizes: int
+) -> Target | None:
+    """Make a target on the native kernels; None: torch runs it instead.
+
+    Args:
+        checkpoint: the loaded model.
+        kv_int8: whether keys and values have 8 bits.
+        required: whether torch may not run it.
+        float32_only: the types of its weights if torch cannot run them in the dtype of the checkpoint, else empty.
+        sizes: further arguments of `NativeTarget`.
+
+    Raises:
+        UnsupportedModel: the kernels do not run it, and torch may not or cannot.
+    """
     from outrider.models.native.target import NativeTarget
 
     try:
@@ -103,8 +120,18 @@ def _try_native(checkpoint: Checkpoint, *, kv_int8: bool, required: bool, **size
             raise UnsupportedModel(f"{reason}; leave kv_dtype out") from reason
         if required:
             raise UnsupportedModel(f"{reason}; use kernels auto") from reason
+        _check_torch(reason, float32_only)
         _report_fallback(reason)
         return None
+
+
+def _check_torch(reason: UnsupportedModel, float32_only: str) -> None:
+    """Raise if torch cannot run a model which other kernels do not run for this reason."""
+    if float32_only:
+        raise UnsupportedModel(
+            f"{reason}; else use dtype float32: torch then dequantizes the {float32_only} weights of this model in each"
+            " pass, which is slow"
+        ) from reason
 
 
 def _make_triton_target(checkpoint: Checkpoint, *, slots: int, context: int, bits: int) -> Target:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from outrider.models.native.builds import SOURCES, MissingKernels
+from outrider.models.native.builds import SOURCES, WHEEL, MissingKernels
 
 # Translation units, the longest first, as they are compiled at the same time.
 UNITS = (
@@ -89,6 +89,7 @@ def _run(command: Sequence[str]) -> None:
     except OSError as error:
         raise MissingKernels(f"the C++ compiler does not run ({error}); name another in CXX") from error
     if result.returncode:
-        message = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[-200:])
-        fix = "free some space" if "No space left" in result.stderr else "name another in CXX"
-        raise MissingKernels(f"{command[0]} cannot compile the kernels ({message.strip()}); {fix}")
+        message = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[-200:]).strip()
+        message = message or f"exit status {result.returncode}"
+        fix = "free some space" if "No space left" in result.stderr else f"name another in CXX, or install {WHEEL}"
+        raise MissingKernels(f"{command[0]} cannot compile the kernels ({message}); {fix}")

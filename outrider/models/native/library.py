@@ -22,6 +22,7 @@ from outrider.models.native.abi import check_layout
 from outrider.models.native.builds import (
     COMPILED,
     VARIABLE,
+    WHEEL,
     MissingKernels,
     find_prebuilt,
     own_flags,
@@ -133,8 +134,8 @@ def find_compiler() -> str:
     if name:
         raise MissingKernels(f"the C++ compiler {name}, which CXX names, was not found; name another, or unset CXX")
     command = install_command()
-    advice = f"install one: {command}" if command else "install one"
-    raise MissingKernels(f"no C++ compiler was found (g++ or clang++); {advice}")
+    advice = f"install one ({command})" if command else "install one"
+    raise MissingKernels(f"no C++ compiler was found (g++ or clang++); {advice}, or {WHEEL}")
 
 
 @cache  # a failure as well, since a start asks for the kernels several times

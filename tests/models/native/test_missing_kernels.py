@@ -1,10 +1,12 @@
 """Systems on which the native kernels cannot be compiled: torch runs the model, and a warning says how to change it."""
 
 import logging
+import re
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError, UnsupportedModel
@@ -16,6 +18,7 @@ from outrider.models.loader.make import make_target
 from outrider.models.native import compiling, library
 from outrider.runtime import compiler
 from tests.helpers import tiny
+from tests.helpers.gguf_files import write_gguf
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +64,7 @@ def test_one_warning_names_the_command_that_installs_a_compiler(folder, monkeypa
         assert make_target(load(folder), slots=1, context=32).kernels == "torch"
     assert warnings(caplog) == [
         "running on torch, which is many times slower than the native CPU kernels: no C++ compiler was found (g++ or"
-        " clang++); install one: apt-get install g++"
+        " clang++); install one (apt-get install g++), or a wheel of Outrider that has the kernels"
     ]
 
 
@@ -79,7 +82,8 @@ def test_command_fits_the_system(programs, user, command, monkeypatch):
     only_programs(monkeypatch, *programs)
     monkeypatch.setattr("os.geteuid", lambda: user)
     assert compiler.install_command() == command
-    with pytest.raises(library.MissingKernels, match=f"install one: {command}" if command else "; install one$"):
+    advice = f"install one ({command})" if command else "; install one, or"
+    with pytest.raises(library.MissingKernels, match=re.escape(advice)):
         library.find_compiler()
 
 
@@ -157,6 +161,28 @@ def test_torch_runs_without_a_compiler(folder, monkeypatch, caplog):
     not_found, not_compiled = (each for each in warnings(caplog) if each.startswith("running on torch"))
     assert "was not found; name another, or unset CXX" in not_found
     assert "false cannot compile the kernels" in not_compiled
+
+
+@pytest.mark.parametrize(
+    ("compiler", "dtype", "reason"),
+    [
+        ("false", "auto", r"false cannot compile the kernels \(exit status 1\); name another in CXX, or install"),
+        (None, "bfloat16", r"no C\+\+ compiler was found \(g\+\+ or clang\+\+\); install one, or a wheel of Outrider"),
+    ],
+)
+def test_quantized_blocks_without_kernels(compiler, dtype, reason, monkeypatch, caplog, tmp_path):
+    """Torch computes with them in float32 only, so the error says why the kernels are missing."""
+    config = tiny.make_config("LlamaConfig", head_dim=64, hidden_size=256, intermediate_size=256)
+    path = write_gguf(tmp_path / "model.gguf", AutoModelForCausalLM.from_config(config), "Q4_K")
+    if compiler:
+        monkeypatch.setenv("CXX", compiler)
+    else:
+        only_programs(monkeypatch)
+    checkpoint = load_checkpoint(path, dtype=dtype, device="cpu")
+    error = f"{reason}.*; else use dtype float32: torch then dequantizes the Q4_K weights of this model in each pass"
+    with pytest.raises(UnsupportedModel, match=error):
+        make_target(checkpoint, slots=1, context=32)
+    assert not any(message.startswith("running on torch") for message in warnings(caplog))
 
 
 def test_torch_runs_without_a_cache_folder(folder, monkeypatch, tmp_path, caplog):
