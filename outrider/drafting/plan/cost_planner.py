@@ -337,31 +337,39 @@ class CostPlanner:
 
     def _account_time(self, window: PlanWindow, seconds: float, draft_seconds: float, output_tokens: int) -> None:
         """Compare the time of a window with what plain decoding would have taken for its tokens."""
-        seqs, cached = window.load.seqs, window.load.cached
-        prompt_tokens = window.load.prompt_tokens
+        load = window.load
         spent = seconds + draft_seconds
-        plain = spent
-        if seqs:
-            decode = self._clock.at(seqs, seqs=seqs, cached=cached)
-            plain = decode * output_tokens / seqs
-            saved = 0.0
-            if window.alternative >= 0 and not window.has_fixed_alternatives:
-                extra_tokens = output_tokens - seqs * window.rounds
-                k = window.draft_tokens / window.rounds / seqs
-                verify = self._clock.verify(seqs, k, cached=cached, feed=prompt_tokens)
-                with_prompts = self._clock.at(seqs + prompt_tokens, seqs=seqs, cached=cached)
-                # Use expected pass times. Measured ones vary by more than a few draft tokens cost.
-                saved = decode * extra_tokens / seqs - (verify - with_prompts) * window.rounds - draft_seconds
-                self._trials.budget.add_savings(saved)
-                proposer = self.proposers[window.alternative]
-                # Prompts take the same time with and without drafts, and their estimate is too rough to compare with.
-                decoding = plain - saved if prompt_tokens else spent
-                proposer.add_time(spent=decoding, plain=plain, saved=saved, passes=window.drafting_seqs)
-            if prompt_tokens:
-                plain = spent + saved
+        saved = 0.0
+        if window.alternative >= 0 and not window.has_fixed_alternatives:
+            saved = self._saved_seconds(window, draft_seconds, output_tokens)
+            self._trials.budget.add_savings(saved)
+            plain = self._plain_seconds(load, output_tokens)
+            # Prompts take the same time with and without drafts, and their estimate is too rough to compare with.
+            decoding = plain - saved if load.prompt_tokens else spent
+            proposer = self.proposers[window.alternative]
+            proposer.add_time(spent=decoding, plain=plain, saved=saved, passes=window.drafting_seqs)
         self._trials.budget.add_time(spent, has_saved=self._trials.has_saved_time)
         self.spent_seconds += spent
-        self.plain_seconds += plain
+        has_prompts = load.prompt_tokens or not load.seqs
+        self.plain_seconds += spent + saved if has_prompts else self._plain_seconds(load, output_tokens)
+
+    def _plain_seconds(self, load: RoundLoad, output_tokens: int) -> float:
+        """Return the time of plain decoding for so many tokens of all sequences."""
+        return self._clock.at(load.seqs, seqs=load.seqs, cached=load.cached) * output_tokens / load.seqs
+
+    def _saved_seconds(self, window: PlanWindow, draft_seconds: float, output_tokens: int) -> float:
+        """Return the time that the drafts of a window have saved. It is negative if they cost more than they saved.
+
+        Pass times are expected ones. Measured ones vary by more than a few draft tokens cost.
+        """
+        load = window.load
+        seqs, cached = load.seqs, load.cached
+        k = window.draft_tokens / window.rounds / seqs
+        with_drafts = self._clock.verify(seqs, k, cached=cached, feed=load.prompt_tokens)
+        without = self._clock.at(seqs + load.prompt_tokens, seqs=seqs, cached=cached)
+        extra_tokens = output_tokens - seqs * window.rounds
+        plain = self._plain_seconds(load, extra_tokens)
+        return plain - (with_drafts - without) * window.rounds - draft_seconds
 
 
 def _planned(batch: Batch, tokens: tuple[int, ...], thresholds: Thresholds, alternative: int) -> Batch:
