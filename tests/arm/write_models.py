@@ -17,9 +17,10 @@ from outrider.core.config import EngineConfig
 from outrider.engine.build import load_target
 from outrider.models.cache.paged import BLOCK, CPool
 from outrider.models.loader.embedded import embedded
-from outrider.models.native.abi import CLayer, CLinear, CModel, Columns, PassOutput
+from outrider.models.native.columns import Columns, PassOutput
 from outrider.models.native.library import load_library
 from outrider.models.native.pack import PANEL
+from outrider.models.native.structures import CLayer, CLinear, CModel
 
 KINDS = ("float32", "bfloat16", "int8", "int4")
 _TOKENS = 40
@@ -64,7 +65,7 @@ def _linear_parts(linear: CLinear) -> dict[int, int]:
 def _model_parts(model: CModel, element: int) -> dict[int, int]:
     """Return the bytes of the memory of a model, by address. `element` is the size of an element of the embedding."""
     parts = {
-        ctypes.addressof(model.layer.contents): model.layers * ctypes.sizeof(CLayer),
+        model.layer: model.layers * ctypes.sizeof(CLayer),
         model.embedding: model.head.outputs * model.hidden * element,
         model.norm: 4 * model.hidden,
         model.frequency: 4 * model.rotaries * model.rotary_dim // 2,
@@ -72,7 +73,7 @@ def _model_parts(model: CModel, element: int) -> dict[int, int]:
         **_linear_parts(model.head),
         **_linear_parts(model.table),
     }
-    for layer in model.layer[: model.layers]:
+    for layer in (CLayer * model.layers).from_address(model.layer):
         for name in ("qkv", "out", "gate_up", "down", "value", "router"):
             parts |= _linear_parts(getattr(layer, name))
         for name in ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"):

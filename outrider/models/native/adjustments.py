@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 from outrider.core.types import SequenceState
-from outrider.models.native.abi import CAdjustment
+from outrider.models.native.structures import CAdjustment
 
 
 class Adjustments:

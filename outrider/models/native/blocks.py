@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from outrider.models.native.abi import CBlockMatrix, CLinear, address
 from outrider.models.native.library import load_library
 from outrider.models.native.pack import GROUP, PANEL, Arena, to_panels, unpack
+from outrider.models.native.structures import CBlockMatrix, CLinear, address
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.group_weight import Groups, GroupWeight, can_join, join, pack_integers
 from outrider.runtime.grouping import instances

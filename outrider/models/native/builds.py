@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.errors import UnsupportedModel
+from outrider.runtime.c_structures import SOURCES
 
 VARIABLE = "OUTRIDER_KERNEL_BUILD"  # names the build to load; unset: the fastest
 COMPILED = "compiled"  # the build that is compiled on the machine where it runs
 WHEEL = "a wheel of Outrider that has the kernels"  # in messages that name a way to get them
-SOURCES = Path(__file__).parent / "csrc"
 _PREBUILT = Path(__file__).parent / "prebuilt"
 
 

@@ -11,8 +11,9 @@ import torch
 
 from outrider.core.draws import Draws
 from outrider.core.types import DraftChains, Packed, StopRule
-from outrider.models.native.abi import CChain, Columns, PassOutput, address
 from outrider.models.native.adjustments import Adjustments
+from outrider.models.native.columns import Columns, PassOutput
+from outrider.models.native.structures import CChain, address
 
 _NEVER_STOP = StopRule(weight=(0.0,), bias=(0.0,))
 

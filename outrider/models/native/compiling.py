@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from outrider.models.native.builds import SOURCES, WHEEL, MissingKernels
+from outrider.models.native.builds import WHEEL, MissingKernels
+from outrider.runtime.c_structures import SOURCES
 
 # Translation units, the longest first, as they are compiled at the same time.
 UNITS = (

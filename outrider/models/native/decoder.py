@@ -16,9 +16,9 @@ from torch.nn import functional
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.models.cache.paged import PagedCache
-from outrider.models.native.abi import CLayer, CLinear, CModel, Columns, address
 from outrider.models.native.blocks import PackedBlocks, can_pack_together, dequantize_blocks, half_blocks, pack_blocks
 from outrider.models.native.calls import Passes
+from outrider.models.native.columns import Columns
 from outrider.models.native.dimensions import Dimensions
 from outrider.models.native.experts import PackedExperts, pack_experts
 from outrider.models.native.library import Library
@@ -36,6 +36,7 @@ from outrider.models.native.pack import (
     separate,
 )
 from outrider.models.native.rows import can_pack_rows, pack_rows
+from outrider.models.native.structures import CLayer, CLinear, CModel, address
 from outrider.models.torch.gguf_linear import BlockWeight, use_dequantizer
 from outrider.models.torch.gguf_made import ExpertWeight
 from outrider.models.torch.submodel import layer_stack, refuse_weight_update
@@ -545,7 +546,7 @@ class Decoder(Passes):
         shape = self.shape
         is_rounded = isinstance(self._table, PackedWeight)
         model = CModel(
-            layer=layers,
+            layer=ctypes.addressof(layers),
             embedding=address(self._embedding),
             norm=self._norms[f"{self._body}.norm.weight"].data_ptr(),
             frequency=shape.rotary.frequency.data_ptr(),

@@ -8,10 +8,15 @@ from typing import Any
 import torch
 
 from outrider.errors import UnsupportedModel
-from outrider.models.native.abi import MAX_HEAD_DIM, MAX_QUERIES_PER_KEY_HEAD
 from outrider.models.native.rotary import Rotary
 from outrider.models.native.routing import Routing
-from outrider.models.native.support import ACTIVATIONS, FAMILIES, Family
+from outrider.models.native.support import (
+    ACTIVATIONS,
+    FAMILIES,
+    MAX_HEAD_DIM,
+    MAX_QUERIES_PER_KEY_HEAD,
+    Family,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

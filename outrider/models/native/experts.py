@@ -6,10 +6,10 @@ import torch
 from torch.nn import functional
 
 from outrider.errors import UnsupportedModel
-from outrider.models.native.abi import CLinear
 from outrider.models.native.blocks import PackedBlocks, can_pack_together, pack_blocks
 from outrider.models.native.pack import PANEL, Arena, PackedWeight, Refill, interleave, pack, separate
 from outrider.models.native.rows import can_pack_rows, pack_rows
+from outrider.models.native.structures import CLinear
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.gguf_made import ExpertRows, ExpertWeight
 from outrider.models.torch.group_weight import GROUP_KINDS

@@ -18,7 +18,6 @@ from types import MappingProxyType
 import torch
 
 from outrider.errors import OutriderError
-from outrider.models.native.abi import check_layout
 from outrider.models.native.builds import (
     COMPILED,
     VARIABLE,
@@ -70,7 +69,6 @@ def load_library() -> Library:
     except OSError as error:
         fix = f"set {VARIABLE}={COMPILED}" if prebuilt else "delete that file"
         raise MissingKernels(f"the kernels in {path} do not load ({error}); {fix}") from error
-    check_layout(code)
     _declare_functions(code)
     return Library(code=code, build=build, compile_seconds=seconds)
 

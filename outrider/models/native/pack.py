@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional
 
 from outrider.models.cache.huge_pages import reserve
-from outrider.models.native.abi import CLinear, address
 from outrider.models.native.library import load_library
+from outrider.models.native.structures import CLinear, address
 
 PANEL = 32  # outputs that are computed together: kPanel of weights.h
 GROUP = 64  # inputs that share a scale; input lengths are padded to a multiple of it

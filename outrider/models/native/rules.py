@@ -11,8 +11,8 @@ import torch
 from outrider.core.noise import Noise, PositionNoise
 from outrider.core.types import Draft, Packed, Verdict
 from outrider.errors import UnsupportedModel
-from outrider.models.native.abi import CVerification
 from outrider.models.native.library import Library, load_library
+from outrider.models.native.structures import CVerification
 from outrider.verify.rules import PackedVerifyFunction, Verifier
 
 # The numbers of the rules in rules.cpp.

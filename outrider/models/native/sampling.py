@@ -9,9 +9,9 @@ import torch
 
 from outrider.core.types import Draft
 from outrider.errors import UnsupportedModel
-from outrider.models.native.abi import CAdjustments, CDistributions, CLogprobs
 from outrider.models.native.adjustments import Adjustments
 from outrider.models.native.library import Library, load_library
+from outrider.models.native.structures import CAdjustments, CDistributions, CLogprobs
 from outrider.verify.logprobs import Logprobs
 from outrider.verify.sampling import TORCH, SamplingKernels, SamplingTensors
 

@@ -7,8 +7,8 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outrider.models.native.abi import CSuffixDraft
 from outrider.models.native.library import Library
+from outrider.models.native.structures import CSuffixDraft
 
 
 class SuffixTree(NamedTuple):

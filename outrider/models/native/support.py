@@ -7,6 +7,10 @@ from typing import Any
 
 from outrider.models.native.library import is_available
 
+MAX_HEAD_DIM = 256  # kMaxHeadDim of attention.h
+MAX_QUERIES_PER_KEY_HEAD = 48  # kMaxTileRows of attention.h
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # of gates
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -30,7 +34,6 @@ class Family:
     biases: bool = False  # whether queries, keys and values always have biases
 
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # of gates
 _LLAMA = Family()
 _QWEN2 = Family(biases=True)
 _GEMMA = Family(

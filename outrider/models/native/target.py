@@ -29,7 +29,7 @@ from outrider.core.types import (
 from outrider.errors import OutriderError
 from outrider.models.cache.paged import PagedCache
 from outrider.models.cache.shared import SharedCache
-from outrider.models.native.abi import Columns
+from outrider.models.native.columns import Columns
 from outrider.models.native.decoder import Decoder, body_name
 from outrider.models.native.dimensions import Dimensions
 from outrider.models.native.library import load_library

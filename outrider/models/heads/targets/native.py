@@ -16,10 +16,11 @@ from outrider.models.heads.description import Body, Feedback, FusionPoint
 from outrider.models.heads.modules.autoregressive import AutoregressiveHead
 from outrider.models.heads.modules.layers import GatedMLP, Layer
 from outrider.models.heads.rotary import frequencies
-from outrider.models.native.abi import MAX_HEAD_DIM, MAX_QUERIES_PER_KEY_HEAD, CEntry, CLayer, CLinear, CModel
 from outrider.models.native.calls import Passes
 from outrider.models.native.library import Library
 from outrider.models.native.pack import Arena, PackedWeight, interleave, pack
+from outrider.models.native.structures import CEntry, CLayer, CLinear, CModel
+from outrider.models.native.support import MAX_HEAD_DIM, MAX_QUERIES_PER_KEY_HEAD
 
 
 class HeadDecoder(Passes):
@@ -91,7 +92,7 @@ class HeadDecoder(Passes):
         entry = self._entry(tables)
         self._keep_alive += [layers, entry, kv_cache]
         return CModel(
-            layer=layers,
+            layer=ctypes.addressof(layers),
             embedding=self._keep_tensor(embedding).data_ptr(),
             norm=self._norm(module, "norm"),
             frequency=self._keep_tensor(radians_per_position).data_ptr(),

@@ -28,9 +28,9 @@
 
 namespace outrider {
 
-// Maximum rows of a tile: columns times the query heads that share a key head. MAX_QUERIES_PER_KEY_HEAD in abi.py.
+// Maximum rows of a tile: columns times the query heads that share a key head. MAX_QUERIES_PER_KEY_HEAD in support.py.
 constexpr int kMaxTileRows = 48;
-constexpr int kMaxHeadDim = 256;  // MAX_HEAD_DIM in abi.py
+constexpr int kMaxHeadDim = 256;  // MAX_HEAD_DIM in support.py
 constexpr int kBlock = 64;  // entries of a block, as in models/cache/paged.py
 constexpr int kGroups = kBlock / kLanes;
 constexpr int kSection = 8 * kBlock;  // entries of a section

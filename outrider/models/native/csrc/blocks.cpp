@@ -7,7 +7,6 @@
 #include <cstring>
 #include <utility>
 
-#include "layout.h"
 #include "parallel.h"
 #include "weights.h"
 
@@ -485,8 +484,6 @@ inline const Reader& find_reader(const char* name) {
 }  // namespace outrider
 
 using namespace outrider;
-
-OUTRIDER_LAYOUT(BlockMatrix, row, words, scale, minimum, sub_scale, sub_minimum, dense, inputs, outputs)
 
 extern "C" void outrider_pack_blocks(const char* name, const BlockMatrix* matrix) {
   const Reader& reader = find_reader(name);

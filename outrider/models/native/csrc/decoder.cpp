@@ -7,7 +7,6 @@
 
 #include "adjust.h"
 #include "experts.h"
-#include "layout.h"
 #include "sampling.h"
 #include "linear.h"
 #include "parallel.h"
@@ -17,6 +16,7 @@
 
 using namespace outrider;
 
+// Python reads the fields of the structures that it fills from their declarations: runtime/c_structures.py.
 extern "C" {
 
 struct Layer {
@@ -102,25 +102,6 @@ struct Chain {
   int32_t batch_size, depth, vocab, num_weights, num_end_ids;  // only ids below vocab are drafted
 };
 }
-
-OUTRIDER_LAYOUT(Linear, weight, scale, minimum, sub_scale, sub_minimum, zero, order, bias, inputs, outputs, bits, group,
-                offset, values, number)
-OUTRIDER_LAYOUT(Layer, qkv, out, gate_up, down, value, router, attention_norm, mlp_norm, attention_post_norm,
-                mlp_post_norm, query_norm, key_norm, window, wide_norms, rotary, top, normalized)
-OUTRIDER_LAYOUT(Pool, entries, table, key_offset, layers, reach, bits)
-OUTRIDER_LAYOUT(Entry, fuse, project, last_norm, tap_norm, embedding_norm, state_norm, tapped, tap, normed,
-                embedding_first, zero_first, residual_normed, recycle_normed)
-OUTRIDER_LAYOUT(Model, layer, embedding, norm, frequency, rotary_scale, entry, id, pool, head, table, reduce, rank,
-                bits, layers, hidden, heads, key_heads, dim, ffn, threads, rotaries, rotary_dim, gelu, candidates,
-                rounds_table, epsilon, scale, table_scale, embedding_scale, residual_scale, logit_divisor, score_cap, logit_cap)
-OUTRIDER_LAYOUT(Pass, token, position, slot, entry, prefix, tail_begin, tail, output_columns, logits, best,
-                export_layers, hidden_states, moments, state, needs_fusion, num_columns, num_outputs, num_exports)
-OUTRIDER_LAYOUT(Chain, slot, position, entry, budget, weight, bias, end_ids, token, count, scored, margin, accept_prob,
-                min_draft_prob, params, adjustment, uniform, race_keys, q, q_index, min_path_prob, batch_size, depth, vocab,
-                num_weights, num_end_ids)
-OUTRIDER_LAYOUT(SamplingParams, temperature, top_k, top_p, min_p)
-OUTRIDER_LAYOUT(Adjustment, token, bias_id, bias, end_id, num_tokens, num_prompt, num_biases, num_ends, minimum,
-                repetition, presence, frequency)
 
 namespace {
 

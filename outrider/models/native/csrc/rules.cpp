@@ -1,7 +1,6 @@
 // Sampling parameters and exact verification rules on the CPU. Each function computes what the Python function of the
 // same name in verify/sampling.py or verify/rules.py does, in one call.
 #include "adjust.h"
-#include "layout.h"
 #include "parallel.h"
 #include "sampling.h"
 
@@ -53,12 +52,6 @@ extern "C" struct Verification {
   float* logprob;                        // [B, 1 + N] result
   int32_t batch_size, nodes, vocab, rule;
 };
-
-OUTRIDER_LAYOUT(Distributions, logits, probs, params, count, vocab, nodes)
-OUTRIDER_LAYOUT(Logprobs, logits, row, token, logprob, top_id, top_logprob, count, vocab, top)
-OUTRIDER_LAYOUT(Adjustments, sequence, logits, adjusted, row, of, begin, depth, path, count, vocab, nodes)
-OUTRIDER_LAYOUT(Verification, token, parent, kind, count, p, p_index, q, q_index, seed, first, path, accepted, bonus,
-                logprob, batch_size, nodes, vocab, rule)
 
 namespace {
 

@@ -5,8 +5,6 @@
 #include <queue>
 #include <vector>
 
-#include "layout.h"
-
 namespace outrider {
 
 // Inputs and outputs of `outrider_suffix_draft`. A continuation is how some finished outputs continued after a match.
@@ -18,9 +16,6 @@ extern "C" struct SuffixDraft {
   double* prob;                     // [budget] acceptance probability of the path
   int32_t num_continuations, matched_outputs, budget, count;  // matched_outputs: tokens that outputs have in common
 };
-
-OUTRIDER_LAYOUT(SuffixDraft, calibration, continuation, lengths, outputs, token, parent, kind, continuations, prob,
-                num_continuations, matched_outputs, budget, count)
 
 namespace {
 
