@@ -115,7 +115,7 @@ def _write_model(file: BinaryIO, kind: str) -> None:
     decoder._code = recorder
     decoder._open()
     model = recorder.model
-    element = decoder.dtype.itemsize
+    element = decoder.weights.dtype.itemsize
     parts = _model_parts(model, element)
     tokens = torch.randint(5, model.head.outputs, (_TOKENS,), generator=torch.Generator().manual_seed(3)).tolist()
     logits = _logits(code, model, tokens, element)

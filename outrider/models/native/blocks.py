@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from outrider.models.native.library import load_library
-from outrider.models.native.pack import GROUP, PANEL, Arena, to_panels, unpack
+from outrider.models.native.pack import GROUP, PANEL, Arena, PackedWeight, to_panels, unpack
 from outrider.models.native.structures import CBlockMatrix, CLinear, address
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.group_weight import Groups, GroupWeight, can_join, join, pack_integers
@@ -120,6 +120,9 @@ class PackedBlocks:
     def unpack(self) -> torch.Tensor:
         """Return the weight [outputs, inputs] in float32, exactly."""
         return unpack(self.c(), self.shape)
+
+
+PackedMatrix = PackedWeight | PackedBlocks
 
 
 def can_pack(kind: str) -> bool:

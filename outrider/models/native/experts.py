@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from outrider.errors import UnsupportedModel
-from outrider.models.native.blocks import PackedBlocks, can_pack_together, pack_blocks
+from outrider.models.native.blocks import PackedMatrix, can_pack_together, pack_blocks
 from outrider.models.native.pack import PANEL, Arena, PackedWeight, Refill, interleave, pack, separate
 from outrider.models.native.rows import can_pack_rows, pack_rows
 from outrider.models.native.structures import CLinear
@@ -23,7 +23,7 @@ class PackedExperts:
     The outputs of each expert are padded to whole panels.
     """
 
-    packed: PackedWeight | PackedBlocks
+    packed: PackedMatrix
     shape: tuple[int, int, int]  # without padding
     gated: bool  # whether gate and up outputs are interleaved
 
@@ -74,9 +74,7 @@ def pack_experts(
     return PackedExperts(packed=packed, shape=(experts, outputs, inputs), gated=gated)
 
 
-def _pack_rows(
-    rows: ExpertRows, *, gated: bool, bits: int, arena: Arena | Refill
-) -> PackedWeight | PackedBlocks | None:
+def _pack_rows(rows: ExpertRows, *, gated: bool, bits: int, arena: Arena | Refill) -> PackedMatrix | None:
     """Pack experts without a dense copy; None: the kernels do not multiply them without conversion."""
     order = rows.order[:, :, None]
     if gated:

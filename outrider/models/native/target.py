@@ -30,7 +30,7 @@ from outrider.errors import OutriderError
 from outrider.models.cache.paged import PagedCache
 from outrider.models.cache.shared import SharedCache
 from outrider.models.native.columns import Columns
-from outrider.models.native.decoder import Decoder, body_name
+from outrider.models.native.decoder import Decoder
 from outrider.models.native.dimensions import Dimensions
 from outrider.models.native.library import load_library
 from outrider.models.native.low_rank import LowRankHead
@@ -68,11 +68,11 @@ class NativeTarget:
         weight_bits = bits if bits < 16 else 8 * checkpoint.dtype.itemsize
         weights = checkpoint.weights
         if weights is None:
-            weights = ModelWeights(checkpoint.model, Path(checkpoint.folder), body_name(checkpoint.model))
+            weights = ModelWeights(checkpoint.model, Path(checkpoint.folder))
         self._decoder = Decoder(weights, checkpoint.config, self._library, bits=weight_bits)
         if bits < 16:
-            decoder = self._decoder
-            checkpoint.lazy_model.change(lambda model: model.load_state_dict(decoder.quantized_weights(), strict=False))
+            packed = self._decoder.weights
+            checkpoint.lazy_model.change(lambda model: model.load_state_dict(packed.unpacked(), strict=False))
         self.vocab = checkpoint.vocab
         self.device = checkpoint.device
         self.version = 0
@@ -82,8 +82,8 @@ class NativeTarget:
         self._columns = 0  # of the last pass
         self._blocks = 0  # of the KV cache before `sleep`
         self._config = checkpoint.config.to_dict()
-        self._kv_dtype = kv_dtype or self._decoder.dtype
-        types = self._decoder.types or ((f"int{bits}",) if bits < 16 else ())
+        self._kv_dtype = kv_dtype or self._decoder.weights.dtype
+        types = self._decoder.weights.types or ((f"int{bits}",) if bits < 16 else ())
         self.kernels = self._kernels(*types)
         self.layers = self._decoder.shape.layers
         self._allocate_cache(self.layers)
@@ -160,7 +160,7 @@ class NativeTarget:
     def pass_operations(self, tokens: int) -> float:
         """Return about how many operations passes over so many tokens take, without the LM head."""
         layers, _ = self._decoder.read_bytes()
-        return 2 * tokens * sum(layers) * 8 / self._decoder.bits
+        return 2 * tokens * sum(layers) * 8 / self._decoder.weights.bits
 
     def factor_operations(self, tokens: int) -> float:
         """Return about how many operations `factorize_head` takes for texts of so many tokens in all."""
@@ -196,13 +196,13 @@ class NativeTarget:
         return self._decoder.chosen_experts(self._columns)
 
     def expert_bytes(self) -> int:
-        return self._decoder.expert_bytes()
+        return self._decoder.weights.expert_bytes
 
     def weight_names(self) -> frozenset[str]:
-        return self._decoder.names
+        return frozenset(self._decoder.weights.shapes)
 
     def stored_weights(self) -> Mapping[str, torch.Tensor]:
-        return self._decoder.tensors()
+        return self._decoder.weights.tensors()
 
     def sleep(self, *, weights: bool) -> None:
         self._blocks = self._memory.usage().blocks
@@ -218,7 +218,7 @@ class NativeTarget:
 
     def share_weights(self) -> SharedWeights:
         kv_view = KVView(entries=self._memory.entries, layer_config=self._config)
-        return replace(self._decoder.share_weights(), kv_view=kv_view)
+        return replace(self._decoder.weights.share(), kv_view=kv_view)
 
     def make_submodel(self, layers: Sequence[int]) -> NativeTarget:
         count = len(layers)
@@ -239,7 +239,7 @@ class NativeTarget:
             bits: of the copy.
             moments: as `input_moments` returns them. With them, 4 bits lose less.
         """
-        refuse_wider(bits, self._decoder.bits)
+        refuse_wider(bits, self._decoder.weights.bits)
         other = copy(self)
         other._decoder = self._decoder.make_requantized(bits, moments or {})
         other._layers = ()

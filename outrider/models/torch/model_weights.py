@@ -8,16 +8,17 @@ import torch
 
 from outrider.models.torch.gguf_linear import BlockEmbedding, BlockLinear
 from outrider.models.torch.gguf_made import BlockExperts
+from outrider.models.torch.submodel import layer_stack
 from outrider.models.torch.weights import Weight, Weights
 
 
 class ModelWeights(Weights):
     """The weights of a model of transformers."""
 
-    def __init__(self, model: Any, path: Path, body: str = "model") -> None:
+    def __init__(self, model: Any, path: Path) -> None:
         """Take the weights of a model that was loaded from a path."""
         self.path = path
-        self.body = body
+        self.body = layer_stack(model)[0].rpartition(".")[0]
         self._values: dict[str, Weight] = {name: value.detach() for name, value in model.state_dict().items()}
         for name, module in model.named_modules():
             if isinstance(module, BlockLinear | BlockEmbedding):

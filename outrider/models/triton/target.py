@@ -18,7 +18,6 @@ from outrider.core.types import Batch, Draft, DraftBudget, DraftChains, KVView, 
 from outrider.errors import OutriderError
 from outrider.models.cache.device_pages import DevicePagedCache
 from outrider.models.cache.shared import SharedCache
-from outrider.models.native.decoder import body_name
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.cuda_recorder import Recorder
 from outrider.models.torch.model_weights import ModelWeights
@@ -53,7 +52,7 @@ class TritonTarget:
         """
         weights = checkpoint.weights
         if weights is None:
-            weights = ModelWeights(checkpoint.model, Path(checkpoint.folder), body_name(checkpoint.model))
+            weights = ModelWeights(checkpoint.model, Path(checkpoint.folder))
         self._decoder = Decoder(
             weights,
             checkpoint.config,

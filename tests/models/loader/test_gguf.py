@@ -142,7 +142,7 @@ def test_the_kernels_multiply_float16_as_it_is_stored(tmp_path):
     folder = tiny.save_model(tmp_path / "folder", model.half())
     for source in (path, folder):
         target = tiny.make_target(load_checkpoint(source), slots=2, context=64, kernels="native")
-        packed = target._decoder._packed
+        packed = target._decoder.weights.packed
         assert {packed[name].bits for name in ("0.qkv", "0.out", "0.gate_up", "0.down")} == {16}
         logits = target.score(tiny.everything([tiny.admit(target, 0, ids)]), tree.empty(1, target.device)).logits[0, 0]
         assert torch.allclose(logits, expected, atol=1e-4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.models.loader.load import load_checkpoint
-from outrider.models.native import decoder
+from outrider.models.native import repack
 from outrider.models.native.blocks import can_pack, dequantize_blocks, pack_blocks
 from outrider.models.native.pack import pack
 from outrider.models.torch.gguf_linear import BlockWeight, use_dequantizer
@@ -69,13 +69,13 @@ def test_inputs_that_are_no_multiple_of_64_are_padded(kind):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_table_is_expanded_in_parts(dtype, monkeypatch):
-    monkeypatch.setattr(decoder, "_VALUES_AT_ONCE", 2 * 32 * 256)
+    monkeypatch.setattr(repack, "_VALUES_AT_ONCE", 2 * 32 * 256)
     for kind in KINDS:
         weight = _random(kind, 145, 256)
-        assert torch.equal(decoder._expand(pack_blocks([weight]), dtype), weight.dequantize().to(dtype))
+        assert torch.equal(repack.unpacked_matrix(pack_blocks([weight]), dtype), weight.dequantize().to(dtype))
     for bits in (4, 8, 16, 32):
         packed = pack(torch.randn(145, 96), bits=bits)
-        assert torch.equal(decoder._expand(packed, dtype), packed.unpack().to(dtype))
+        assert torch.equal(repack.unpacked_matrix(packed, dtype), packed.unpack().to(dtype))
 
 
 def test_rows_can_be_joined_and_reordered():

@@ -133,7 +133,7 @@ def test_numbers_take_a_byte_and_heads_a_scale(bits, folders):
 def test_number_that_is_not_finite_is_not_hidden(folders):
     target, _ = load_target(folders["window"], kv_dtype="int8")
     name = "model.layers.0.self_attn.v_proj.weight"
-    target.update_weights({name: torch.full(target._decoder._shapes[name], torch.inf)}, 1)
+    target.update_weights({name: torch.full(target._decoder.weights.shapes[name], torch.inf)}, 1)
     assert not feed(target, [random_ids(5)])[0].logits.isfinite().any()
 
 

@@ -395,8 +395,9 @@ def test_tied_table_is_in_memory_once(name, bits, folders):
     with torch.inference_mode():
         logits = feed(target, [tokens])[0].logits
         decoder = target._decoder
-        decoder._table = None
-        decoder._embedding = decoder._scaled(packed.unpack().to(decoder.dtype)).contiguous()
+        weights = decoder.weights
+        weights.table = None
+        weights.embedding = weights._scaled(packed.unpack().to(weights.dtype)).contiguous()
         decoder._open()
         assert torch.equal(feed(target, [tokens])[0].logits, logits)
 
