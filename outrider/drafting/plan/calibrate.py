@@ -96,10 +96,10 @@ class PassTimes:
 
     @torch.inference_mode()
     def measure(self, seconds: float) -> None:
-        """Measure passes for about this time: the shapes with the fewest passes first, the most important one of them.
+        """Measure passes for about this time. The contents of the cache are lost.
 
-        The first two shapes are always measured, and one that would take longer than the rest of
-        the time is left out. The contents of the cache are lost.
+        The shape with the fewest passes comes first; of several, the most important one. The first two shapes are
+        always measured. A shape that would take longer than the rest of the time is left out.
         """
         left = seconds
         while (shape := self._next(left)) is not None:
@@ -162,7 +162,7 @@ class PassTimes:
 
 def _shapes_by_importance(target: Target) -> Iterator[_Shape]:
     """Yield all shapes of a target, the most important ones first."""
-    empty = {tokens: _Shape(tokens, seqs) for tokens, seqs in _shapes(target)}
+    empty = {shape.tokens: shape for shape in _shapes_without_cached_tokens(target)}
     first = [empty.pop(tokens) for tokens in _FIRST if tokens in empty]
     yield from first
     context = context_of(target)
@@ -195,13 +195,13 @@ def context_of(target: Target) -> int:
     return target.context if window is None else window.size
 
 
-def _shapes(target: Target) -> Iterator[tuple[int, int]]:
-    """Yield the shapes: number of tokens, and of sequences that share them."""
+def _shapes_without_cached_tokens(target: Target) -> Iterator[_Shape]:
+    """Yield the shapes with an empty cache. Few sequences share the tokens, as far as the context allows."""
     for tokens in _TOKENS:
         seqs = min(target.slots, -(-tokens // _MAX_PER_SEQUENCE) if tokens > _MAX_PER_SEQUENCE else 1)
         if tokens > seqs * (context_of(target) - 1) or tokens // seqs > 4 * _MAX_PER_SEQUENCE:
             return
-        yield tokens, seqs
+        yield _Shape(tokens, seqs)
 
 
 def _touched_experts(target: Target) -> float:

@@ -14,7 +14,8 @@ from outrider.drafting.plan.gains import Gains
 from outrider.drafting.plan.pass_cost import Clock, CostModel
 from outrider.drafting.plan.prefills import Prefills
 from outrider.drafting.plan.pricing import DraftPricing, Thresholds
-from outrider.drafting.plan.proposer_stats import ProposerStats, RoundLoad
+from outrider.drafting.plan.proposer_stats import ProposerStats
+from outrider.drafting.plan.round_load import RoundLoad
 from outrider.drafting.plan.trials import TRIAL_DRAFT_LENGTH, Trials
 from outrider.drafting.plan.unverified import UnverifiedDrafts
 from outrider.drafting.plan.window import FIXED_DRAFT_LENGTH, Mode, PlanWindow, needs_fixed_length
@@ -24,12 +25,10 @@ _PROBE_WEIGHT = 8  # rounds that a probe counts as, since nothing else tells pla
 _MIN_PROBE_GAIN = 0.05  # the least gain that decides how often to probe
 
 
-class _Choice(NamedTuple):
-    """A decision of the planner, which holds for a window of rounds."""
+class _DraftLimits(NamedTuple):
+    """What limits the drafts in a window of rounds."""
 
-    alternative: int = -1  # -1: plain decoding
-    trial_seqs: int = 0  # sequences that draft in a trial; 0: all
-    draft_length: int = 0
+    draft_length: int = 0  # most draft tokens per sequence
     thresholds: Thresholds = Thresholds()
 
 
@@ -84,8 +83,8 @@ class CostPlanner:
         self._window = PlanWindow(
             RoundLoad(seqs=0, total_seqs=0, prompt_tokens=0, cached=0, remaining_tokens=0, at_start=True)
         )
-        self._choice = _Choice()
-        self._observed = -1  # alternative whose drafts of the next round are not verified; -1: none
+        self._limits = _DraftLimits()  # in the current window
+        self._unverified_alternative = -1  # the one whose drafts of the next round are not verified; -1: none
         self._unverified: UnverifiedDrafts | None = None  # of the current window
         self._stats = Stats()  # at the end of the last window
         self._rounds_since_plain = inf
@@ -109,8 +108,8 @@ class CostPlanner:
             window.measure_from(stats.rounds)
             self._stats = stats.total
         window.rounds += 1
-        if self._observed >= 0:
-            return self._observation(batch, load)
+        if self._unverified_alternative >= 0:
+            return self._unverified_batch(batch, load)
         budget = self._draft_budgets(batch)
         if window.rounds == 1 and window.alternative >= 0:
             proposer = self.proposers[window.alternative]
@@ -119,12 +118,12 @@ class CostPlanner:
             budget = window.assign_budgets(batch, budget)
         else:
             window.drafting_seqs += sum(map(bool, budget))
-        return _planned(batch, budget, self._choice.thresholds, max(window.alternative, 0))
+        return _planned(batch, budget, self._limits.thresholds, max(window.alternative, 0))
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         window = self._window
-        if self._observed >= 0:
-            return self._drop(batch, draft)
+        if self._unverified_alternative >= 0:
+            return self._keep_unverified(batch, draft)
         if not draft.size and not draft.num_prefilling:
             return draft
         window.depth += self._model_depth(draft)
@@ -133,14 +132,14 @@ class CostPlanner:
         window.prefilling_seqs += prefilling
         if window.alternative >= 0 and any(draft.width):
             self.proposers[window.alternative].estimates_acceptance = draft.accept_prob is not None
-        # Do not cut sampled tokens here: the cut would depend on tokens further down the path,
-        # which biases the output. Their draft was already limited by `min_draft_probs` while it
-        # grew.
         draft = self._cut(draft)
         window.draft_tokens += self._pricing.pass_tokens(draft.width)
         return draft
 
     def _cut(self, draft: Draft) -> Draft:
+        """Cut draft tokens that cost more time than they save."""
+        # A cut of sampled tokens would depend on tokens further down the path, which biases the output. Their draft was
+        # already limited by `min_draft_probs` while it grew.
         if draft.accept_prob is None or draft.q is not None or not any(draft.width):
             return draft
         # The few sequences of a trial do not pay for a padded pass over all.
@@ -188,9 +187,10 @@ class CostPlanner:
             self._decide(batch, load)
         self._window.has_fixed_alternatives = fixed
         self._window.seqs = batch.seqs
-        self._observed = -1 if fixed else self._next_observed(load)
+        self._unverified_alternative = -1 if fixed else self._next_unverified(load)
 
     def _decide(self, batch: Batch, load: RoundLoad) -> None:
+        """Choose the alternative of the next window, and the limits of its drafts."""
         self._prefills.see(batch.seqs)
         known = self._prefills.prefilled | self._prefills.excluded
         previous = self._window
@@ -200,21 +200,21 @@ class CostPlanner:
             self._trials.budget.switch_alternative()
         ids = frozenset(seq.request.id for seq in batch.seqs)
         self._prefills.keep(ids if same else frozenset())
-        if alternative < 0:
-            self._choice = _Choice()
-        else:
+        trial_seqs = 0
+        self._limits = _DraftLimits()
+        if alternative >= 0:
             proposer = self.proposers[alternative]
             if not proposer.trial_passes_left and self._trials.must_repeat(alternative, load, previous, known):
                 proposer.start_trial(new_texts=True)
             self._trials.draft_allowed(ids)
-            self._choice = _Choice(
-                alternative=alternative,
-                trial_seqs=proposer.trial_seqs if proposer.trial_passes_left else 0,
+            in_trial = proposer.trial_passes_left > 0
+            trial_seqs = proposer.trial_seqs if in_trial else 0
+            self._limits = _DraftLimits(
                 draft_length=self._draft_length(alternative, load),
-                thresholds=self._pricing.thresholds(proposer, load, in_trial=bool(proposer.trial_passes_left)),
+                thresholds=self._pricing.thresholds(proposer, load, in_trial=in_trial),
             )
         self._window = previous.next(
-            load, alternative, self._choice.trial_seqs, has_lookup=self._has_lookup, round=self._stats.rounds
+            load, alternative, trial_seqs, has_lookup=self._has_lookup, round=self._stats.rounds
         )
         if self._window.mode is Mode.SPECULATE and not load.prompt_tokens:
             # The more speculation gains, the more a probe costs and the less depends on it.
@@ -223,34 +223,34 @@ class CostPlanner:
                 self._window.start_probe()
 
     def _draft_budgets(self, batch: Batch) -> tuple[int, ...]:
-        """Return the draft budget of each sequence under the current choice."""
-        k = 0 if self._window.mode is Mode.PROBE else self._choice.draft_length
+        """Return the draft budget of each sequence in the current window."""
+        k = 0 if self._window.mode is Mode.PROBE else self._limits.draft_length
         budget = self._prefills.limit(batch, limit_budgets(k, batch))
         seqs = self._window.trial_seqs
         return self._trials.limit(batch, budget, seqs) if seqs else budget
 
     # Unverified drafts during plain decoding.
 
-    def _next_observed(self, load: RoundLoad) -> int:
+    def _next_unverified(self, load: RoundLoad) -> int:
         """Return the alternative whose drafts of the next round are compared with the text; -1: none."""
         if self._window.mode is not Mode.PLAIN or not load.seqs or load.prompt_tokens:
             return -1
         lookups = [i for i, proposer in enumerate(self.proposers) if proposer.costs.draft is None]
-        return min(lookups, key=lambda i: self.proposers[i].observations, default=-1)
+        return min(lookups, key=lambda i: self.proposers[i].unverified_rounds, default=-1)
 
-    def _observation(self, batch: Batch, load: RoundLoad) -> Batch:
+    def _unverified_batch(self, batch: Batch, load: RoundLoad) -> Batch:
         """Return the batch of a round whose drafts are not verified."""
-        proposer = self.proposers[self._observed]
-        proposer.observations += 1
+        proposer = self.proposers[self._unverified_alternative]
+        proposer.unverified_rounds += 1
         k = proposer.max_draft_tokens if proposer.estimates_acceptance else TRIAL_DRAFT_LENGTH
         thresholds = self._pricing.thresholds(proposer, load, in_trial=False)
-        return _planned(batch, limit_budgets(k, batch), thresholds, self._observed)
+        return _planned(batch, limit_budgets(k, batch), thresholds, self._unverified_alternative)
 
-    def _drop(self, batch: Batch, draft: Draft) -> Draft:
-        """Keep drafts for a comparison with the text, and return empty ones."""
+    def _keep_unverified(self, batch: Batch, draft: Draft) -> Draft:
+        """Keep drafts for a comparison with the text. Return empty ones, which the target verifies."""
         if draft.q is None and any(draft.width):
-            self._unverified = UnverifiedDrafts(self._observed, batch, self._cut(draft))
-        self._observed = -1
+            self._unverified = UnverifiedDrafts(self._unverified_alternative, batch, self._cut(draft))
+        self._unverified_alternative = -1
         return tree.empty(len(batch.seqs), draft.tokens.device)
 
     # The choice of an alternative.

@@ -1,4 +1,4 @@
-"""How many experts of a mixture the text reads, compared with the random tokens that calibration measured."""
+"""Predict how many experts of a mixture a pass over text reads, from calibration, which reads random tokens."""
 
 from __future__ import annotations
 

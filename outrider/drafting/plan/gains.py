@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from math import sqrt
 
 from outrider.drafting.plan.pass_cost import Clock
-from outrider.drafting.plan.proposer_stats import ProposerStats, RoundLoad
+from outrider.drafting.plan.proposer_stats import ProposerStats
+from outrider.drafting.plan.round_load import RoundLoad
 
 START_GAIN = 1.05  # expected speedup from which speculation starts
 _FREE_GAIN = 0.99  # the same for a proposer without a draft model, whose draft costs almost nothing

@@ -1,8 +1,8 @@
 """The costs of passes on this machine, kept in one file per model.
 
-A start measures for a second at most. Later starts check and continue the measurement in a tenth of
-it until it is whole, and the planner corrects the costs with the times of its rounds. `outrider
-bench --calibrate` measures everything at once.
+The first start measures for a second at most. Each later start checks the file and measures for a tenth of a second
+more, until all shapes are measured. The planner corrects the costs with the times of its rounds. `outrider bench
+--calibrate` measures everything at once.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from outrider.drafting.plan.expert_use import ExpertUse
 _DEFAULTS = (1.0, 0.0, 1.0, 1.0)
 _MINIMA = (0.1, 0.0, 0.1, 0.1)
 # Standard deviations: of the time of a round, of a common factor of a, b and c, and of each factor
-# alone. Work outside of passes differs most between models.
+# alone. g varies most, because the work outside of passes differs most between models.
 _NOISE, _COMMON, _SINGLE = 0.3, 0.3, (0.2, 0.4, 0.2, 0.2)
 # The prior: the inverse covariance of the factors, in rounds.
 _PRIOR = (_NOISE**2 * np.linalg.inv(np.diag(np.square(_SINGLE)) + _COMMON**2 * np.outer(_DEFAULTS, _DEFAULTS))).tolist()
@@ -195,9 +195,9 @@ class Clock:
         experts: float = 0.0,
         rounds: int = 1,
     ) -> None:
-        """Learn from `rounds` alike, which took `took` seconds each.
+        """Learn from `rounds` similar rounds that took `took` seconds each.
 
-        Their passes used `experts` distinct ones (0: not counted). Outliers are clipped to half and
+        Their passes used `experts` distinct experts (0: not counted). Outliers are clipped to half and
         twice the expected time.
         """
         self._known.clear()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from outrider.core.types import Batch, SequenceState
 from outrider.drafting.plan.pass_cost import Clock
-from outrider.drafting.plan.proposer_stats import ProposerStats, RoundLoad
+from outrider.drafting.plan.proposer_stats import ProposerStats
+from outrider.drafting.plan.round_load import RoundLoad
 
 _LENGTH_RATE = 0.1  # weight of the last completion in the mean output length
 

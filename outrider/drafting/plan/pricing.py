@@ -7,12 +7,13 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from outrider.drafting.plan.pass_cost import Clock
-from outrider.drafting.plan.proposer_stats import ProposerStats, RoundLoad
+from outrider.drafting.plan.proposer_stats import ProposerStats
+from outrider.drafting.plan.round_load import RoundLoad
 from outrider.drafting.plan.speedup import expected_tau
 
 
 class Thresholds(NamedTuple):
-    """The acceptance probabilities from which a draft token pays; see `Batch`."""
+    """The acceptance probabilities from which a draft token pays, as in `DraftBudget`."""
 
     min_path_prob: float = 0.0
     min_draft_probs: tuple[float, ...] = ()
@@ -33,7 +34,10 @@ class DraftPricing:
         self._token_seconds = plain / (load.seqs * max(gain, 1.0))
 
     def thresholds(self, proposer: ProposerStats, load: RoundLoad, *, in_trial: bool) -> Thresholds:
-        """Return the probabilities from which a draft token pays for the target's pass, or for both passes."""
+        """Return the probabilities from which a draft token is worth its time.
+
+        `min_path_prob` counts its time in the target's pass, `min_draft_probs` also that of a pass of the draft model.
+        """
         if not proposer.trims(load.seqs):
             return Thresholds()
         verify = self._added_seconds(load.seqs * (1 + proposer.nodes) + load.prompt_tokens, load) / self._token_seconds
@@ -43,7 +47,7 @@ class DraftPricing:
         return Thresholds(min(verify, 1.0), tuple(verify + cost for cost in draft))
 
     def pass_tokens(self, widths: Sequence[int]) -> int:
-        """Return how many draft tokens a pass takes the time of."""
+        """Return the draft tokens of a pass, with those that pad the shorter drafts if drafts are padded."""
         return len(widths) * max(widths) if self._padded else sum(widths)
 
     def profitable_widths(self, accept_probs: Sequence[Sequence[float]], load: RoundLoad) -> tuple[int, ...]:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
-from outrider.core.types import Batch
 from outrider.drafting.plan.draft_cost import DraftCost
 from outrider.drafting.plan.pass_cost import Clock, CostModel
+from outrider.drafting.plan.round_load import RoundLoad
 
 # Prior acceptance, and its weight in draft tokens. Position 0 is measured soon, so its prior weighs
 # less.
@@ -26,7 +26,6 @@ _MIN_PASSES = 3.0  # passes from which a mean is used
 _MIN_NODES = 0.5  # draft tokens per pass, of a padded batch, below which the acceptance by position says little
 _NEW_BELOW = 39.0  # decayed draft tokens at position 0, which is about 75 draft tokens
 _NEW_PASSES = 32  # passes after which a proposer is not new, even if few draft tokens were worth verifying
-START_TOKENS = 16  # output tokens that are the beginning of a text
 _START_WEIGHT = 0.25  # weight of a pass at the beginning of a text
 _TEXT_DECAY = 0.995  # of the sums over whole texts, per pass
 _TEXT_PASSES = 50.0  # passes from which these sums are used
@@ -40,35 +39,6 @@ _WIDEN_BY = 4  # factor of the sequences when a trial is widened
 _WIDE_TRIAL_ROUNDS = 4
 _STATE_FIELDS = ("estimates_acceptance", "idle_rounds", "_tried", "_reached", "_accepted")
 _MAX_STATE_VALUE = 1e15  # larger values in a plan file are damaged
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundLoad:
-    """The size of a round, without draft tokens."""
-
-    seqs: int  # decoding sequences
-    total_seqs: int  # decoding sequences once all prompts are prefilled
-    prompt_tokens: int  # tokens of prompts in the pass
-    cached: float  # mean number of cached tokens per sequence
-    remaining_tokens: float  # mean number of tokens that a sequence can still emit
-    at_start: bool  # whether all sequences are at the beginning of their texts
-
-    @classmethod
-    def of(cls, batch: Batch) -> RoundLoad:
-        """Return the load of a batch."""
-        decoding = sum(batch.emits)
-        return cls(
-            seqs=decoding,
-            total_seqs=len(batch.seqs) + batch.num_waiting,
-            prompt_tokens=sum(map(len, batch.feed)) - decoding,
-            cached=sum(batch.start) / len(batch.start),
-            remaining_tokens=1 + sum(batch.draft_budget) / max(decoding, 1),
-            at_start=all(seq.num_output_tokens < START_TOKENS for seq in batch.seqs),
-        )
-
-    def same_size(self, other: RoundLoad) -> bool:
-        """Return whether both have the same number of sequences."""
-        return self.seqs == other.seqs and self.total_seqs == other.total_seqs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +75,7 @@ class ProposerStats:
         self._passes = 0.0
         self._spent_seconds = 0.0
         self._plain_seconds = 0.0  # that plain decoding would have taken for the same tokens
-        self.observations = 0  # rounds of drafts that were not verified
+        self.unverified_rounds = 0  # rounds whose drafts were compared with the text, but not verified
         self._tried = 0  # passes that may have had draft tokens
         # Decayed counts by position, as in `Stats`.
         later_positions = min(max_draft_tokens, _MAX_POSITIONS) - 1
@@ -166,15 +136,16 @@ class ProposerStats:
     def best_length(self, seqs: int, cached: float, clock: Clock) -> tuple[int, float]:
         """Return the best limit of the draft length, and the expected speedup over plain decoding.
 
-        If the proposer estimates acceptance, its drafts are trimmed, and the limit is
-        `max_draft_tokens`. The speedup is the lower one of the long-term mean and the mean since
-        the last trial, so that neither a lucky trial nor an easy earlier text is enough. Estimates
-        that are not trained yet may be too high, so a new proposer may also get the limit of one
-        that estimates nothing. A draft model may always get a limit of 1: where its tokens are
-        expensive or its estimates tell little, as at temperature 1, longer drafts can lose while
-        single tokens gain. The acceptance of first tokens does not depend on where drafts stop.
+        A proposer that estimates acceptance trims its drafts. Its limit is `max_draft_tokens`, and its speedup is the
+        measured one: the lower one of the long-term mean and the mean since the last trial, so that neither a lucky
+        trial nor an easy earlier text is enough. The acceptance by position gives the limit instead
 
-        In a padded pass over several sequences, all get the limit that their acceptance by position suggests.
+        - if the proposer estimates nothing, or has drafted in few passes,
+        - in a padded pass over several sequences, where all get the same limit,
+        - for a new proposer, if it promises more: estimates that are not trained yet may be too high,
+        - for a draft model, if single tokens promise more: where its tokens are expensive or its estimates tell
+          little, as at temperature 1, longer drafts can lose. The acceptance of first tokens does not depend on where
+          drafts stop.
 
         `clock` knows the pass times of the target.
         """

@@ -10,20 +10,15 @@ from outrider.core.types import Batch
 from outrider.drafting.plan.gains import START_GAIN, Gains
 from outrider.drafting.plan.pass_cost import Clock
 from outrider.drafting.plan.prefills import Prefills
-from outrider.drafting.plan.proposer_stats import (
-    ROUNDS_BEFORE_TRIAL,
-    TRIAL_PASSES,
-    TRIAL_SEQS,
-    ProposerStats,
-    RoundLoad,
-)
+from outrider.drafting.plan.proposer_stats import ROUNDS_BEFORE_TRIAL, TRIAL_PASSES, TRIAL_SEQS, ProposerStats
+from outrider.drafting.plan.round_load import RoundLoad
 from outrider.drafting.plan.window import PlanWindow
 
 TRIAL_DRAFT_LENGTH = 4  # draft tokens in a trial of a proposer without acceptance probabilities
 
 
 class Trials:
-    """Decides which alternative tries when, within a budget of time."""
+    """Decides which alternative has a trial, and when, within a budget of time."""
 
     def __init__(self, proposers: Sequence[ProposerStats], clock: Clock, gains: Gains, prefills: Prefills) -> None:
         self._proposers = proposers

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from outrider.core.stats import Stats
 from outrider.core.types import Batch, Draw, SequenceState
-from outrider.drafting.plan.proposer_stats import Outcome, RoundLoad
+from outrider.drafting.plan.proposer_stats import Outcome
+from outrider.drafting.plan.round_load import RoundLoad
 from outrider.verify.rules import EXACT
 
 FIXED_DRAFT_LENGTH = 4  # where a seed must reproduce the text, or a request names its proposer

@@ -19,7 +19,7 @@ from outrider.drafting.plan.cost_planner import CostPlanner
 from outrider.drafting.plan.known_costs import cost_file, known_costs
 from outrider.drafting.plan.pass_cost import Clock, CostModel, PassCost, Sample
 from outrider.drafting.plan.pricing import DraftPricing
-from outrider.drafting.plan.proposer_stats import RoundLoad
+from outrider.drafting.plan.round_load import RoundLoad
 from outrider.drafting.plan.window import FIXED_DRAFT_LENGTH, PlanWindow
 from outrider.drafting.propose.leaves import draft_model
 from outrider.errors import OutriderError

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from outrider.drafting.plan.pass_cost import Clock, CostModel, PassCost
-from outrider.drafting.plan.proposer_stats import Outcome, ProposerStats, RoundLoad
+from outrider.drafting.plan.proposer_stats import Outcome, ProposerStats
+from outrider.drafting.plan.round_load import RoundLoad
 
 FLAT = PassCost(tokens=(1, 64), seconds=(1.0, 1.0), entry=0.0, pair=0.0)  # a pass only reads the weights
 TENTH = PassCost(tokens=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)

@@ -68,6 +68,6 @@ def test_planner_learns_during_plain_decoding(right):
         took = planner.proposers[0].costs.target(4 + sum(draft.width), seqs=4, cached=start)
         delta = Stats.of_passes(passes, drafted=sum(draft.width))
         stats = replace(stats + delta, rounds=step + 1, target_seconds=stats.target_seconds + took)
-    assert planner.proposers[0].observations > 4
+    assert planner.proposers[0].unverified_rounds > 4
     assert (sum(verified[400:]) > 100) is right
     assert sum(verified[50:150]) < 40
