@@ -18,6 +18,7 @@ from outrider.models.torch.weights import Weight, Weights
 from outrider.runtime.grouping import instances
 
 HEAD = "lm_head"
+MIN_SENSITIVE_BITS = 8  # of weights of which 4 bits would change the output too much, such as the LM head
 _OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"
 # The parts of a layer with experts, by the name of the packed weight.
 _EXPERTS = {"router": ("mlp.gate",), "gate_up": ("mlp.experts.gate_up_proj",), "down": ("mlp.experts.down_proj",)}
@@ -60,7 +61,7 @@ def bits_of(name: str, bits: int) -> int:
     """Return the bits of a packed weight in a decoder whose linear layers have so many."""
     if name.endswith("router"):
         return 32  # with rounded weights, tokens would choose other experts
-    return max(bits, 8) if name == HEAD else bits  # an LM head of 4 bits would change the output too much
+    return max(bits, MIN_SENSITIVE_BITS) if name == HEAD else bits
 
 
 def memory_of(old: PackedMatrix | PackedExperts | None, arena: Arena) -> Arena | Refill:

@@ -15,6 +15,7 @@ from outrider.models.native.dimensions import Dimensions
 from outrider.models.native.experts import PackedExperts
 from outrider.models.native.joined import (
     HEAD,
+    MIN_SENSITIVE_BITS,
     bits_of,
     dense_weight,
     joined_layers,
@@ -118,8 +119,9 @@ class DecoderWeights:
             if isinstance(value, PackedExperts):
                 self.packed[name] = replace(value, packed=repack(value.packed, self.bits, memory))
                 continue
-            # No later layer reduces the error of the last one, which is a small part of the weights.
-            bits = bits_of(HEAD if name == f"{last}.down" else name, self.bits)
+            bits = bits_of(name, self.bits)
+            if name == f"{last}.down":  # no later layer reduces its error, and it is a small part of the weights
+                bits = max(bits, MIN_SENSITIVE_BITS)
             self.packed[name] = repack(value, bits, memory, importance.get(name))
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
