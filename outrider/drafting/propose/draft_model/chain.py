@@ -135,17 +135,18 @@ class DraftModelProposer:
             end = batch.start[b] + len(batch.feed[b])
             start = self._model.cache.length(seq.slot)
             room = self._room(seq.slot, end)
-            budget = min(batch.draft_budget[b], max(room, 0))
-            if room < batch.draft_budget[b] and not self._has_warned:
-                self._has_warned = True
+            if room < batch.draft_budget[b]:
                 self._warn_of_room(room)
+            budget = min(batch.draft_budget[b], max(room, 0))
+            if not budget or end > self._model.context or seq.slot not in fitting:
+                continue
             reproducible = must_reproduce(seq, self._setup.draw)
-            completely = end - start <= SMALL_FEED or reproducible
-            stop = end if completely else min(end, start + chunk_left)
-            # What the draft model has cached depends on other requests.
+            # What the draft model has cached depends on other requests, so a reproducible draft does not depend on it.
             if delays_first_token(seq, end if reproducible else end - start):
                 continue
-            if start < stop and end <= self._model.context and budget and seq.slot in fitting:
+            completely = end - start <= SMALL_FEED or reproducible
+            stop = end if completely else min(end, start + chunk_left)
+            if start < stop:
                 chunk_left -= 0 if completely else stop - start
                 indices.append(b)
                 starts.append(start)
@@ -168,6 +169,10 @@ class DraftModelProposer:
         return self._window.room(slot, end) if self._window else self._model.context - end
 
     def _warn_of_room(self, room: int) -> None:
+        """Warn, the first time only, that a draft model has room for fewer draft tokens than the budget."""
+        if self._has_warned:
+            return
+        self._has_warned = True
         if self._window:
             _log.warning(
                 "the draft window of %d tokens has room for drafts of %d tokens at the moment; longer drafts are cut",

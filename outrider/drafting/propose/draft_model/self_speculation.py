@@ -11,7 +11,7 @@ from outrider.core.config import QUANTIZE_BITS
 from outrider.core.proposer import ProposerSetup, parse_count
 from outrider.core.target import SelfDraftTarget, Target
 from outrider.core.types import Batch, Draft, DraftBudget, SequenceState
-from outrider.drafting.propose.draft_model.calibration import calibrated_copy
+from outrider.drafting.propose.draft_model.calibrated_copy import calibrated_copy
 from outrider.drafting.propose.draft_model.cascade import cascade
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.drafting.propose.vocabulary.candidates import rank_copy_tokens

@@ -7,12 +7,11 @@ from outrider.core.cache import prompts_that_fit
 from outrider.core.proposer import ProposerSetup
 from outrider.core.target import HiddenStateCache
 from outrider.core.types import Batch, Draft, DraftBudget, Needs, Round
-from outrider.drafting.propose.draft_model.chain import DraftModelProposer
+from outrider.drafting.propose.draft_model.chain import PREFILL_CHUNK, DraftModelProposer
 from outrider.drafting.propose.draft_model.tree import TreeProposer
 from outrider.models.heads.targets.base import HeadTarget
 
-MAX_PENDING = 1024  # pending hidden states of a sequence from which the head is fed even without a draft
-PREFILL_CHUNK = 512  # most of them that are fed in one round
+MAX_PENDING = 1024  # hidden states of a sequence that may be pending before the head is fed without drafting
 
 
 class _HiddenStateProposer(DraftModelProposer):

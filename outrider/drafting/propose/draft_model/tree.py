@@ -12,145 +12,24 @@ decides which nodes the draft model is fed next.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import repeat
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from outrider.core import tree
 from outrider.core.proposer import ProposerSetup
 from outrider.core.target import Target
-from outrider.core.types import Batch, Draft, DraftKind, Draw, Packed, Round, SequenceState, StopRule
-from outrider.drafting.propose.acceptance import AcceptanceEstimator
+from outrider.core.types import Batch, Draft, DraftKind, Draw, Packed, Round, StopRule
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer, fit_vocabulary
-from outrider.drafting.propose.draft_model.tree_shapes import best_first, pruning_threshold
+from outrider.drafting.propose.draft_model.tree_acceptance import NUM_DEPTHS, NUM_RANKS, TreeAcceptance, odds_level
+from outrider.drafting.propose.draft_model.tree_growth import LevelPlan, TreeGrowth
+from outrider.drafting.propose.draft_model.tree_shapes import pruning_threshold
 from outrider.drafting.propose.tree_builder import TreeBuilder, build_draft
 from outrider.verify.sampling import SamplingTensors, apply_sampling
 
 _MAX_CHILDREN = 8  # of a node
 _FED_PER_DRAFT_TOKEN = 8  # most nodes that the draft model is fed per draft token of the budget, with padding
-_MIN_MASS = 1e-4  # if less probability mass is left, sampling would return rounding errors
-_ODDS_LEVELS = 5  # levels of odds above 1, and as many below
-_NUM_RANKS = 4  # ranks with their own statistics; later ones share the last
-_NUM_DESCENDANTS = 32  # nodes below a node that a plan considers
-_RANK_PRIORS = (0.55, 0.15, 0.06, 0.03)  # prior acceptance of a child, by rank
-_NUM_DEPTHS = 2  # depths with their own statistics: a child of an accepted draft token is accepted more often
-_PRIOR_WEIGHT = 30.0  # high, because a plan takes the best of many estimates and would prefer the overestimated ones
-_DECAY = 0.998
-_SECOND_CHILD_SHARE = 0.8  # prior acceptance of a second child, as a share of what the first one leaves
-_ROOT = -1  # in place of a node
-_PADDING = -2  # in place of a node
-
-
-class _AcceptanceByRank:
-    """Acceptance statistics of draft tokens. Each token is of several kinds, some coarser than others."""
-
-    def __init__(self) -> None:
-        self._acceptance = AcceptanceEstimator(prior_weight=_PRIOR_WEIGHT, decay=_DECAY)
-        self._descendants: dict[bool, tuple[float, ...]] = {}  # cache of `descendants`, until more is learned
-
-    def accept_prob(self, kind: Hashable, prior: float) -> float:
-        """Return the probability that a draft token of this kind is accepted if its parent is."""
-        return self._acceptance.accept_prob(kind, prior)
-
-    def by_rank(self, rank: int, *, sampled: bool) -> float:
-        """Return the acceptance probability of any draft token of this rank that is not near the root."""
-        return self.accept_prob((sampled, rank, _NUM_DEPTHS), _RANK_PRIORS[rank])
-
-    def by_peak(self, rank: int, depth: int, peak: int) -> float:
-        """Return that of a sampled token, from its rank, its depth and the odds level of the likeliest token in q.
-
-        The prior of the first rank rises from 0.4 to 1 with the odds. From the third rank on, each
-        rank has half of the rank before.
-        """
-        if rank > 1:
-            prior = self.by_peak(rank - 1, depth, peak) / 2
-        else:
-            first = 0.4 + 0.6 / (1 + math.exp(-peak))
-            prior = _SECOND_CHILD_SHARE * (1 - first) if rank else first
-        return self.accept_prob(("peak", rank, depth, peak // 2 if rank else peak), prior)
-
-    def descendants(self, *, sampled: bool) -> tuple[float, ...]:
-        """Return the average acceptance probabilities of the nodes below an accepted node, likeliest first."""
-        if sampled not in self._descendants:
-            by_rank = sorted((self.by_rank(rank, sampled=sampled) for rank in range(_NUM_RANKS)), reverse=True)
-            self._descendants[sampled] = best_first(lambda _: by_rank, _NUM_DESCENDANTS).accept_prob
-        return self._descendants[sampled]
-
-    def learn(self, growth: _TreeGrowth, emitted: Sequence[int]) -> None:
-        for kinds in zip(*growth.kinds, strict=True):
-            self._acceptance.learn(growth.builder, kinds, emitted)
-        self._descendants = {}
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _TreeGrowth:
-    """The tree of one sequence while it grows."""
-
-    seq: SequenceState
-    budget: int
-    max_fed: int  # nodes for which the draft model's cache has memory
-    sampled: bool
-    # The tree. Its acceptance probabilities do not use the tokens of the nodes themselves.
-    builder: TreeBuilder = field(default_factory=TreeBuilder)
-    prob: list[float] = field(default_factory=list)  # [N] acceptance probabilities that use the tokens
-    kinds: list[tuple[Hashable, ...]] = field(default_factory=list)  # [N]
-    fed: list[int] = field(default_factory=list)  # nodes fed to the draft model, padded to the longest of the batch
-    fed_index: dict[int, int] = field(default_factory=lambda: {_ROOT: -1})  # index in `fed`, by node
-    level: list[int] = field(default_factory=lambda: [_ROOT])  # the nodes fed last
-
-    def add(self, token: int, parent: int, probs: tuple[float, float], kinds: tuple[Hashable, ...]) -> None:
-        """Append a draft token with its acceptance probability without and with the use of its token."""
-        parent_prob = self.builder.accept_prob[parent] if parent >= 0 else 1.0
-        self.builder.add(token, parent, min(probs[0], parent_prob))
-        self.prob.append(probs[1])
-        self.kinds.append(kinds)
-
-    def prob_of(self, node: int) -> float:
-        return self.prob[node] if node >= 0 else 1.0
-
-    def depth_of(self, node: int) -> int:
-        """Return the number of draft tokens on the path to a node, at most _NUM_DEPTHS."""
-        depth = 0
-        while node >= 0 and depth < _NUM_DEPTHS:
-            node = self.builder.parent[node]
-            depth += 1
-        return depth
-
-    def budget_left(self) -> int:
-        """Return the number of draft tokens that may still be sampled."""
-        return self.budget - len(self.prob)
-
-    def unfed(self) -> list[int]:
-        """Return the nodes that may get children, likeliest first."""
-        ends = self.seq.request.end_ids
-        tokens = self.builder.tokens
-        nodes = [node for node, token in enumerate(tokens) if node not in self.fed_index and token not in ends]
-        return sorted(nodes, key=lambda node: -self.prob[node])
-
-    def feed(self, level: Sequence[int], index: int) -> None:
-        """Feed these nodes to the draft model next, from this index on."""
-        self.level = list(level)
-        self.fed += [*repeat(_PADDING, index - len(self.fed)), *level]
-        self.fed_index |= {node: index + i for i, node in enumerate(level)}
-
-    def fed_tree(self) -> TreeBuilder:
-        """Return the tree of all nodes fed to the draft model, with padding."""
-        fed_tree = TreeBuilder()
-        for node in self.fed:
-            if node == _PADDING:
-                fed_tree.add(0, -1, 0.0)
-            else:
-                fed_tree.add(self.builder.tokens[node], self.fed_index[self.builder.parent[node]], 0.0)
-        return fed_tree
-
-    def best(self) -> tuple[TreeBuilder, list[int]]:
-        """Return the likeliest draft tokens within the budget, and the index in `fed` of the parent of each."""
-        accept_prob = self.builder.accept_prob
-        nodes = sorted(range(len(accept_prob)), key=lambda node: (-accept_prob[node], node))[: self.budget]
-        return self.builder.select(nodes), [self.fed_index[self.builder.parent[node]] for node in nodes]
 
 
 class TreeProposer(DraftModelProposer):
@@ -165,9 +44,9 @@ class TreeProposer(DraftModelProposer):
         """Draft with `model`, at most `reach` levels."""
         super().__init__(setup, model)
         self._reach = reach
-        self._acceptance = _AcceptanceByRank()
+        self._acceptance = TreeAcceptance()
         self._soft_sampling: SamplingTensors | None = None  # sampling parameters of the sequences, none of them greedy
-        self._growths: list[_TreeGrowth] = []  # of the sequences that the draft model runs
+        self._growths: list[TreeGrowth] = []  # of the sequences that the draft model runs
         self._fed = tree.empty(1, setup.device)  # the draft tokens that the draft model was fed
 
     def commit(self, round: Round) -> None:
@@ -183,12 +62,12 @@ class TreeProposer(DraftModelProposer):
             # Sampled tokens that were cut from the draft were not verified, so nothing is learned
             # from them.
             if round.draft.size or not growth.sampled:
-                self._acceptance.learn(growth, tokens)
+                self._acceptance.learn(growth.builder, growth.kinds, tokens)
         self._model.cache.commit(replace(round, batch=self._batch, draft=self._fed, path=tuple(paths)))
 
     def _propose(self, batch: Batch, indices: Sequence[int], num_seqs: int) -> Draft:
         self._growths = [
-            _TreeGrowth(
+            TreeGrowth(
                 seq=seq,
                 budget=budget,
                 max_fed=min(self._room(seq.slot, len(seq.token_ids)), self._num_fed(budget)),
@@ -247,7 +126,7 @@ class TreeProposer(DraftModelProposer):
         return apply_sampling(all_logits, self._soft_sampling, self._fed)[:, 1 + first :]
 
     def _add_likeliest_children(
-        self, growths: dict[int, _TreeGrowth], distributions: torch.Tensor, min_path_prob: float
+        self, growths: dict[int, TreeGrowth], distributions: torch.Tensor, min_path_prob: float
     ) -> None:
         """Add the likeliest children of the nodes fed last."""
         if not growths:
@@ -261,14 +140,14 @@ class TreeProposer(DraftModelProposer):
                 self._add_children(growth, node, zip(probs, ids, strict=True), lowest)
 
     def _add_children(
-        self, growth: _TreeGrowth, node: int, candidates: Iterable[tuple[float, int]], lowest: float
+        self, growth: TreeGrowth, node: int, candidates: Iterable[tuple[float, int]], lowest: float
     ) -> None:
         """Add children of a node from (probability, token), while their acceptance probability exceeds `lowest`."""
         parent_prob = growth.prob_of(node)
         accept_prob = parent_prob
         for rank, (probability, token) in enumerate(candidates):
-            by_rank = (False, min(rank, _NUM_RANKS - 1), _NUM_DEPTHS)
-            by_prob = ("prob", rank, _odds_level(probability))
+            by_rank = (False, min(rank, NUM_RANKS - 1), NUM_DEPTHS)
+            by_prob = ("prob", rank, odds_level(probability))
             if probability > 0:
                 accept_prob = min(parent_prob * self._acceptance.accept_prob(by_prob, probability), accept_prob)
             else:
@@ -278,13 +157,13 @@ class TreeProposer(DraftModelProposer):
             growth.add(token, node, (accept_prob, accept_prob), (by_rank, by_prob))
 
     def _sample_children(
-        self, growths: dict[int, _TreeGrowth], distributions: torch.Tensor, uniform: torch.Tensor, min_path_prob: float
+        self, growths: dict[int, TreeGrowth], distributions: torch.Tensor, uniform: torch.Tensor, min_path_prob: float
     ) -> None:
         """Sample children of the nodes fed last, without replacement, as many as planned."""
         if not growths:
             return
         peaks = distributions.amax(-1).tolist()
-        plans = {b: _LevelPlan(growth, self._acceptance, peaks[b], min_path_prob) for b, growth in growths.items()}
+        plans = {b: LevelPlan(growth, self._acceptance, peaks[b], min_path_prob) for b, growth in growths.items()}
         remaining = distributions.clone()
         for rank in range(_MAX_CHILDREN):
             # Sequence, index in its level, and node of the new child.
@@ -299,7 +178,7 @@ class TreeProposer(DraftModelProposer):
             for (b, index, _), token, mass in zip(chosen, tokens.tolist(), masses.tolist(), strict=True):
                 plans[b].add_child(rank, index, token, mass)
 
-    def _next_level(self, growth: _TreeGrowth, min_path_prob: float, min_level_prob: float) -> list[int]:
+    def _next_level(self, growth: TreeGrowth, min_path_prob: float, min_level_prob: float) -> list[int]:
         """Return the nodes to feed to the draft model next; [] if the tree is complete."""
         unfed = growth.unfed()
         descendants = self._acceptance.descendants(sampled=growth.sampled)
@@ -339,73 +218,3 @@ class TreeProposer(DraftModelProposer):
         sampled_kind = torch.tensor(int(DraftKind.WITHOUT_REPLACEMENT), device=distributions.device)
         kind = draft.kind.index_put((seq, node), sampled_kind)
         return replace(draft, kind=kind, q=Packed(values=distributions.flatten(0, 1), at=index))
-
-
-class _LevelPlan:
-    """Decides how many children the nodes fed last get, as in Sequoia. Children are sampled rank by rank."""
-
-    def __init__(
-        self, growth: _TreeGrowth, acceptance: _AcceptanceByRank, peaks: Sequence[float], min_path_prob: float
-    ) -> None:
-        """Plan a level. `peaks` are the probabilities of the likeliest token after each node."""
-        self._growth = growth
-        self._acceptance = acceptance
-        self._peaks = [_odds_level(peak) for _, peak in zip(growth.level, peaks, strict=False)]
-        self._probs = list(map(growth.prob_of, growth.level))
-        self._depth = growth.depth_of(growth.level[0])
-        self._mass = [1.0] * len(self._probs)  # probability mass that has not been sampled yet
-        self._child_prob = list(self._probs)  # of the child sampled last; 0 if a node gets no more children
-        expected = [
-            prob * acceptance.by_peak(rank, self._depth, peak)
-            for prob, peak in zip(self._probs, self._peaks, strict=True)
-            for rank in range(_NUM_RANKS)
-        ]
-        threshold = pruning_threshold((), expected, acceptance.descendants(sampled=True), growth.budget_left())
-        self._least = max(min_path_prob, threshold)
-
-    def next(self, rank: int) -> list[tuple[int, int]]:
-        """Return which nodes get a child of this rank: the index in the level, and the node that the child will be."""
-        for at, prob in enumerate(self._probs):
-            child_prob = min(prob * self._expected(rank, at), self._child_prob[at])
-            likely = child_prob >= self._least and self._mass[at] > _MIN_MASS
-            self._child_prob[at] = child_prob if likely else 0.0
-        order = sorted(range(len(self._probs)), key=lambda at: -self._child_prob[at])
-        order = [at for at in order if self._child_prob[at] > 0]
-        budget_left = self._growth.budget_left()
-        for at in order[budget_left:]:
-            self._child_prob[at] = 0.0
-        first_node = len(self._growth.prob)
-        return [(at, first_node + i) for i, at in enumerate(order[:budget_left])]
-
-    def add_child(self, rank: int, at: int, token: int, mass: float) -> None:
-        """Add the child of this rank with the sampled `token`, whose probability is `mass`."""
-        kinds = self._kinds(rank, at)
-        token_kind = (
-            "token",
-            min(rank, _NUM_RANKS - 1),
-            self._depth,
-            _odds_level(mass / self._mass[at]),
-            _odds_level(self._mass[at]) // 2,
-        )
-        prob = self._probs[at] * self._acceptance.accept_prob(token_kind, self._expected(rank, at))
-        self._growth.add(token, self._growth.level[at], (self._child_prob[at], prob), (*kinds, token_kind))
-        self._mass[at] -= mass
-
-    def _kinds(self, rank: int, at: int) -> tuple[Hashable, ...]:
-        """Return the kinds of a child that do not depend on its token, coarser ones first."""
-        rank = min(rank, _NUM_RANKS - 1)
-        peak = self._peaks[at]
-        by_peak = ("peak", rank, self._depth, peak // 2 if rank else peak)
-        by_mass = ("mass", rank, self._depth, peak // 2, _odds_level(self._mass[at]) // 2)
-        return (True, rank, self._depth), by_peak, by_mass
-
-    def _expected(self, rank: int, at: int) -> float:
-        """Return the acceptance probability of a child of this rank, given its earlier siblings."""
-        by_peak = self._acceptance.by_peak(min(rank, _NUM_RANKS - 1), self._depth, self._peaks[at])
-        return self._acceptance.accept_prob(self._kinds(rank, at)[-1], by_peak) if rank else by_peak
-
-
-def _odds_level(probability: float) -> int:
-    """Return the natural logarithm of the odds, rounded and limited."""
-    log_odds = math.log(max(probability, 1e-6) / max(1 - probability, 1e-6))
-    return round(min(max(log_odds, -_ODDS_LEVELS), _ODDS_LEVELS))

@@ -12,7 +12,7 @@ import torch
 from outrider.core.prompts import read_prompts
 from outrider.core.proposer import ProposerSetup
 from outrider.core.target import Target
-from outrider.drafting.propose.draft_model.calibration import sample_texts
+from outrider.drafting.propose.draft_model.calibrated_copy import sample_texts
 from outrider.drafting.propose.vocabulary.wrapped_target import unwrapped
 from outrider.errors import OutriderError
 from outrider.models.loader.computed import computed_once

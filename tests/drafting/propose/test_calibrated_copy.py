@@ -7,8 +7,7 @@ from transformers import AutoModelForCausalLM
 from outrider.core import tree
 from outrider.core.proposer import ProposerSetup
 from outrider.core.types import Batch, DraftBudget, Draw, SequenceState
-from outrider.drafting.propose.draft_model import calibration
-from outrider.drafting.propose.draft_model.calibration import calibrated_copy, sample_texts
+from outrider.drafting.propose.draft_model.calibrated_copy import calibrated_copy, sample_texts
 from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
@@ -88,8 +87,10 @@ def test_a_calibrated_copy_is_closer_to_the_target(target, checkpoint):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_without_calibration_the_scales_follow_from_the_range(target, checkpoint, bits, monkeypatch):
-    if bits == 4:
-        monkeypatch.setattr(calibration, "_MOST_OPERATIONS", 0)  # of a large target
+    if bits == 4:  # as for a large target
+        monkeypatch.setattr(
+            "outrider.drafting.propose.draft_model.calibrated_copy._MOST_OPERATIONS", 0
+        )  # of a large target
     copy, plain = copy_of(target, checkpoint, bits), target.make_requantized(bits)
     assert torch.equal(logits(copy, checkpoint), logits(plain, checkpoint))
 
