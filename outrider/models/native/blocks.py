@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from outrider.models.native.arena import Arena
 from outrider.models.native.library import load_library
-from outrider.models.native.pack import GROUP, PANEL, Arena, PackedWeight, to_panels, unpack
+from outrider.models.native.pack import GROUP, PANEL, PackedWeight, to_panels, unpack
 from outrider.models.native.structures import CBlockMatrix, CLinear, address
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.group_weight import Groups, GroupWeight, can_join, join, pack_integers

@@ -52,7 +52,7 @@ class Columns:
         )
 
     def c_pass(self, output: PassOutput, state: torch.Tensor | None) -> CPass:
-        """Return the structure of a pass with these columns. `state` is the input of a draft head, see `Passes.run`."""
+        """Return the structure of a pass with these columns. `state` is that of `KernelModel.run`."""
         if state is not None:
             assert state.dtype is torch.float32
             assert state.is_contiguous()

@@ -14,11 +14,11 @@ from torch.nn import functional
 from outrider.errors import OutriderError
 from outrider.models.cache.paged import PagedCache
 from outrider.models.native.blocks import PackedMatrix
-from outrider.models.native.calls import Passes
 from outrider.models.native.columns import Columns
 from outrider.models.native.decoder_structures import layer_structures, model_structure
 from outrider.models.native.dimensions import Dimensions
 from outrider.models.native.experts import PackedExperts
+from outrider.models.native.kernel_model import KernelModel
 from outrider.models.native.library import Library
 from outrider.models.native.low_rank import LowRankHead, factorize
 from outrider.models.native.pack import PANEL
@@ -31,7 +31,7 @@ from outrider.models.torch.weights import Weights
 _DAMPING = 0.01  # share of the mean importance that is added to that of each input
 
 
-class Decoder(Passes):
+class Decoder(KernelModel):
     """A model with packed weights, a KV cache, and the layers that run.
 
     Decoders that were made from another one share its weights, or have copies with fewer bits.

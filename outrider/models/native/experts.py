@@ -6,8 +6,9 @@ import torch
 from torch.nn import functional
 
 from outrider.errors import UnsupportedModel
+from outrider.models.native.arena import Arena, Refill
 from outrider.models.native.blocks import PackedMatrix, can_pack_together, pack_blocks
-from outrider.models.native.pack import PANEL, Arena, PackedWeight, Refill, interleave, pack, separate
+from outrider.models.native.pack import PANEL, PackedWeight, interleave, pack, separate
 from outrider.models.native.rows import can_pack_rows, pack_rows
 from outrider.models.native.structures import CLinear
 from outrider.models.torch.gguf_linear import BlockWeight

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from outrider.models.native.arena import Arena, Refill
 from outrider.models.native.blocks import PackedMatrix, can_pack_together, half_blocks, pack_blocks
 from outrider.models.native.dimensions import Dimensions
 from outrider.models.native.experts import PackedExperts, pack_experts
-from outrider.models.native.pack import Arena, PackedWeight, Refill, interleave, pack, separate
+from outrider.models.native.pack import PackedWeight, interleave, pack, separate
 from outrider.models.native.rows import can_pack_rows, pack_rows
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.gguf_made import ExpertWeight

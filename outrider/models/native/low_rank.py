@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.models.native.pack import GROUP, Arena, PackedWeight, pack
+from outrider.models.native.arena import Arena
+from outrider.models.native.pack import GROUP, PackedWeight, pack
 
 _REDUCE_BITS = 16  # of the smaller factor
 _BITS = 4  # of the larger factor: with twice the rank, it is better than one of 8 bits

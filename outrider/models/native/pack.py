@@ -1,18 +1,16 @@
-"""Pack weights into the layout of the native kernels, in memory that is backed by huge pages."""
+"""Pack weights into the layout of the native kernels."""
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from types import MappingProxyType
 
 import torch
 from torch.nn import functional
 
-from outrider.models.cache.huge_pages import reserve
+from outrider.models.native.arena import Arena, Refill
 from outrider.models.native.library import load_library
 from outrider.models.native.structures import CLinear, address
 
@@ -21,57 +19,7 @@ GROUP = 64  # inputs that share a scale; input lengths are padded to a multiple 
 # The dtypes of weights that are not quantized, by bits per weight.
 FLOAT_DTYPES: Mapping[int, torch.dtype] = MappingProxyType({32: torch.float32, 16: torch.bfloat16})
 _HALF = PANEL // 2
-_HUGE_PAGE = 1 << 21  # bytes
-_CACHE_LINE = 64  # bytes
-_CHUNK = 1 << 28  # bytes that are reserved at once
 _VALUES_AT_ONCE = 1 << 20  # of a weight that is packed: 4 MiB of float32
-
-
-class Arena:
-    """An allocator of tensors in huge pages. Only `discard` frees memory while it exists."""
-
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-        self._used = 0
-        self._full: list[mmap.mmap] = []  # memory without room for more tensors
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy of a tensor in this memory."""
-        return self.zeros(tensor.shape, tensor.dtype).copy_(tensor)
-
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros in this memory."""
-        size = prod(shape) * dtype.itemsize
-        if self._memory is None or self._used + size > len(self._memory):
-            # Pages that are never written take no physical memory, so a large chunk costs nothing.
-            if self._memory is not None:
-                self._full.append(self._memory)
-            self._memory = reserve(max(_CHUNK, _round_up(size, _HUGE_PAGE)))
-            self._used = 0
-        out = torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=self._used)
-        self._used += _round_up(size, _CACHE_LINE)
-        return out.view(shape)
-
-    def discard(self) -> None:
-        """Give the physical memory back to the system. All tensors are zero from now on, at their old addresses."""
-        for memory in (*self._full, self._memory):
-            if memory is not None and hasattr(mmap, "MADV_DONTNEED"):
-                memory.madvise(mmap.MADV_DONTNEED)
-
-
-class Refill:
-    """Replaces an `Arena` in a weight update: it returns the memory of the old value of the same weight.
-
-    So the update needs no new memory, and the addresses that the kernels hold stay valid.
-    """
-
-    def __init__(self, old: PackedWeight) -> None:
-        tensors = (old.words, old.scale, old.minimum)
-        self._memory = [tensor for tensor in tensors if tensor is not None]
-
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return the next tensor of the old value, which has this shape. Its other elements are zero already."""
-        return self._memory.pop(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +148,7 @@ def quantize(
 def _empty(shape: Sequence[int], bias: torch.Tensor | None, *, bits: int, arena: Arena | Refill) -> PackedWeight:
     """Return the memory of a packed weight."""
     outputs, inputs = shape
-    panels, padded = -(-outputs // PANEL), _round_up(inputs, GROUP)
+    panels, padded = -(-outputs // PANEL), -(-inputs // GROUP) * GROUP
     groups = (panels, padded // GROUP, PANEL)
     return PackedWeight(
         words=arena.zeros((panels, padded * bits // 32, PANEL), torch.int32),
@@ -240,10 +188,6 @@ def separate(interleaved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def to_panels(rows: torch.Tensor) -> torch.Tensor:
     """Return a view [outputs / 32, n, 32] of rows [outputs, n]."""
     return rows.view(-1, PANEL, rows.shape[1]).transpose(1, 2)
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def unpack(layer: CLinear, shape: tuple[int, int]) -> torch.Tensor:

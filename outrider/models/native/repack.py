@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from outrider.models.native.arena import Arena, Refill
 from outrider.models.native.blocks import PackedMatrix
-from outrider.models.native.pack import FLOAT_DTYPES, PANEL, Arena, PackedWeight, Refill, pack_parts, quantize
+from outrider.models.native.pack import FLOAT_DTYPES, PANEL, PackedWeight, pack_parts, quantize
 
 _VALUES_AT_ONCE = 1 << 20  # of a weight that is unpacked: 4 MiB of float32
 _WHOLE = frozenset({"bias", "order"})  # parts of a packed weight that do not belong to its panels

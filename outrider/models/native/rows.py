@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from outrider.models.native.arena import Arena, Refill
 from outrider.models.native.library import load_library
-from outrider.models.native.pack import FLOAT_DTYPES, GROUP, PANEL, Arena, PackedWeight, Refill
+from outrider.models.native.pack import FLOAT_DTYPES, GROUP, PANEL, PackedWeight
 from outrider.models.native.structures import CBlockMatrix
 
 _BYTES = 8  # bits of what the kernels copy

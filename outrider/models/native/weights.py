@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from outrider.core.types import SharedWeights
+from outrider.models.native.arena import Arena
 from outrider.models.native.blocks import PackedMatrix, can_pack_together, dequantize_blocks, pack_blocks
 from outrider.models.native.dimensions import Dimensions
 from outrider.models.native.experts import PackedExperts
@@ -24,7 +25,7 @@ from outrider.models.native.joined import (
     unpack_joined,
     weight_name,
 )
-from outrider.models.native.pack import FLOAT_DTYPES, Arena, pack
+from outrider.models.native.pack import FLOAT_DTYPES, pack
 from outrider.models.native.repack import repack, unpacked_matrix
 from outrider.models.torch.gguf_linear import BlockWeight, use_dequantizer
 from outrider.models.torch.weights import Weight, Weights, check_weights, tied_weight

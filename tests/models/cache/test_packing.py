@@ -8,7 +8,7 @@ import torch
 from outrider.core import tree
 from outrider.core.cache import lay_out, node_order, pack
 from outrider.core.types import Batch, DraftBudget, SequenceState
-from outrider.models.native.target import columns_of
+from outrider.models.native.batch_columns import columns_of
 from outrider.models.torch.static_pass import Bucket, round_integers
 
 CPU = torch.device("cpu")

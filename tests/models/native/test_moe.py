@@ -9,8 +9,8 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
+from outrider.models.native.arena import Arena
 from outrider.models.native.experts import pack_experts
-from outrider.models.native.pack import Arena
 from tests.helpers import tiny
 from tests.helpers.threads import torch_threads
 from tests.models.native.test_native import (

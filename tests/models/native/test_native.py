@@ -19,7 +19,8 @@ from outrider.llm import LLM
 from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
-from outrider.models.native.pack import Arena, interleave, pack, separate
+from outrider.models.native.arena import Arena
+from outrider.models.native.pack import interleave, pack, separate
 from outrider.models.native.target import NativeTarget
 from outrider.testing.drive import random_tree
 from tests.helpers import tiny

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from outrider.models.native.pack import GROUP, Arena, PackedWeight, pack, quantize
+from outrider.models.native.arena import Arena
+from outrider.models.native.pack import GROUP, PackedWeight, pack, quantize
 
 
 def _reference(weight: torch.Tensor, bits: int) -> torch.Tensor:

@@ -20,8 +20,8 @@ from outrider.models.heads.hidden_states import StateCache
 from outrider.models.heads.modules.autoregressive import AutoregressiveHead
 from outrider.models.heads.targets.base import HeadRunner, cached_attention, node_depths, window_rule
 from outrider.models.heads.targets.native import HeadDecoder
+from outrider.models.native.batch_columns import columns_of
 from outrider.models.native.library import load_library
-from outrider.models.native.target import columns_of
 from outrider.models.torch.attention import CacheReader, MaskRule
 
 # Runs one module of a head: from states [T, H] and its index, it returns the outputs [T, H] of the columns of a pass.

@@ -16,14 +16,15 @@ from outrider.models.heads.description import Body, Feedback, FusionPoint
 from outrider.models.heads.modules.autoregressive import AutoregressiveHead
 from outrider.models.heads.modules.layers import GatedMLP, Layer
 from outrider.models.heads.rotary import frequencies
-from outrider.models.native.calls import Passes
+from outrider.models.native.arena import Arena
+from outrider.models.native.kernel_model import KernelModel
 from outrider.models.native.library import Library
-from outrider.models.native.pack import Arena, PackedWeight, interleave, pack
+from outrider.models.native.pack import PackedWeight, interleave, pack
 from outrider.models.native.structures import CEntry, CLayer, CLinear, CModel
 from outrider.models.native.support import MAX_HEAD_DIM, MAX_QUERIES_PER_KEY_HEAD
 
 
-class HeadDecoder(Passes):
+class HeadDecoder(KernelModel):
     """The packed weights of a draft head.
 
     It uses the target's embedding without a copy. It uses its LM head too if the target runs on the
