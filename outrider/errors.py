@@ -14,6 +14,10 @@ class UnsupportedModel(OutriderError):
     """The checkpoint is valid, but Outrider cannot run its architecture exactly. The message says why."""
 
 
+class MissingKernels(UnsupportedModel):
+    """The native kernels cannot be found, compiled or loaded on this system. The message says how to change it."""
+
+
 class Fault(OutriderError):
     """A fault of Outrider, which the caller cannot correct. The message says what to report."""
 

@@ -7,8 +7,7 @@ import torch
 
 from outrider.core.params import AUTO
 from outrider.core.target import Target
-from outrider.errors import OutriderError, UnsupportedModel, either
-from outrider.models.native.builds import MissingKernels
+from outrider.errors import MissingKernels, OutriderError, UnsupportedModel, either
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.group_weight import GROUP_KINDS
 

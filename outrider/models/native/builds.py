@@ -8,17 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outrider.errors import UnsupportedModel
+from outrider.errors import MissingKernels
 from outrider.runtime.c_structures import SOURCES
 
 VARIABLE = "OUTRIDER_KERNEL_BUILD"  # names the build to load; unset: the fastest
 COMPILED = "compiled"  # the build that is compiled on the machine where it runs
-WHEEL = "a wheel of Outrider that has the kernels"  # in messages that name a way to get them
 _PREBUILT = Path(__file__).parent / "prebuilt"
-
-
-class MissingKernels(UnsupportedModel):
-    """The kernels cannot be found, compiled or loaded on this system. The message says why, and how to change it."""
 
 
 class Build(NamedTuple):

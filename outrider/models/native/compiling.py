@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from outrider.models.native.builds import WHEEL, MissingKernels
+from outrider.errors import MissingKernels
 from outrider.runtime.c_structures import SOURCES
 
 # Translation units, the longest first, as they are compiled at the same time.
@@ -24,6 +24,7 @@ UNITS = (
     "suffix.cpp",
 )
 FLAGS = ("-O3", "-std=c++17", "-fPIC")
+WHEEL = "a wheel of Outrider that has the kernels"  # in messages that name a way to get them
 _PREFIX = "compiling-"  # of the folders of objects
 _TIMEOUT = 3600  # seconds for one call of the compiler, which takes minutes on a busy or slow machine
 

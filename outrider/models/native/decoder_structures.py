@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from outrider.models.native.pack import PackedWeight
 from outrider.models.native.structures import CLayer, CLinear, CModel, address
-from outrider.models.native.weights import DecoderWeights
+
+if TYPE_CHECKING:
+    from outrider.models.native.weights import DecoderWeights
 
 
 def layer_structures(weights: DecoderWeights, layers: Sequence[int]) -> ctypes.Array[CLayer]:

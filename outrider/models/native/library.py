@@ -17,17 +17,9 @@ from types import MappingProxyType
 
 import torch
 
-from outrider.errors import OutriderError
-from outrider.models.native.builds import (
-    COMPILED,
-    VARIABLE,
-    WHEEL,
-    MissingKernels,
-    find_prebuilt,
-    own_flags,
-    sources_hash,
-)
-from outrider.models.native.compiling import FLAGS, UNITS, compile_kernels
+from outrider.errors import MissingKernels, OutriderError
+from outrider.models.native.builds import COMPILED, VARIABLE, find_prebuilt, own_flags, sources_hash
+from outrider.models.native.compiling import FLAGS, UNITS, WHEEL, compile_kernels
 from outrider.runtime.compiler import install_command
 from outrider.runtime.progress import stage
 

@@ -6,8 +6,9 @@ import subprocess
 
 import pytest
 
+from outrider.errors import MissingKernels
 from outrider.models.native import builds
-from outrider.models.native.builds import BUILDS, MissingKernels, find_prebuilt, own_flags, prebuilt_path
+from outrider.models.native.builds import BUILDS, find_prebuilt, own_flags, prebuilt_path
 from outrider.models.native.library import _share_openmp, find_compiler
 from tests.helpers import tiny
 

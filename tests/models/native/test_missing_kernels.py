@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from outrider.core.params import SamplingParams
-from outrider.errors import OutriderError, UnsupportedModel
+from outrider.errors import MissingKernels, OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.models.loader import make
 from outrider.models.loader.embedded import embedded
@@ -83,7 +83,7 @@ def test_command_fits_the_system(programs, user, command, monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: user)
     assert compiler.install_command() == command
     advice = f"install one ({command})" if command else "; install one, or"
-    with pytest.raises(library.MissingKernels, match=re.escape(advice)):
+    with pytest.raises(MissingKernels, match=re.escape(advice)):
         library.find_compiler()
 
 
@@ -99,7 +99,7 @@ def test_a_full_disk_is_named_and_met_once(monkeypatch, tmp_path):
     monkeypatch.setattr(compiling.subprocess, "run", fail)
     counts = []
     for _ in range(2):
-        with pytest.raises(library.MissingKernels, match=r"No space left on device\); free some space$"):
+        with pytest.raises(MissingKernels, match=r"No space left on device\); free some space$"):
             library.load_library()
         counts.append(len(calls))
     assert counts[0] == counts[1]
@@ -109,9 +109,7 @@ def test_a_full_disk_is_named_and_met_once(monkeypatch, tmp_path):
 def test_a_home_that_cannot_be_written(monkeypatch):
     monkeypatch.setattr(library, "find_compiler", lambda: "g++")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nonexistent")
-    with pytest.raises(
-        library.MissingKernels, match=r"/proc/nonexistent/outrider, cannot be .*; set XDG_CACHE_HOME to"
-    ):
+    with pytest.raises(MissingKernels, match=r"/proc/nonexistent/outrider, cannot be .*; set XDG_CACHE_HOME to"):
         library.load_library()
 
 
