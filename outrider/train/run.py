@@ -43,7 +43,7 @@ from outrider.train.report.card import FILE as CARD
 from outrider.train.report.card import model_card
 from outrider.train.report.log import Log, write
 from outrider.train.settings import DRAFT, Settings
-from outrider.train.setup import make_train_setup
+from outrider.train.setup import TrainSetup
 from outrider.train.trainer import STATE, StepStats, Trainer, read_state
 
 FACTS = "training.json"
@@ -88,7 +88,7 @@ class Training:
         self._heap = Heap()
         torch.manual_seed(settings.seed)
         num_prompts = max(len(train_prompts), len(eval_prompts))
-        self._setup = make_train_setup(kind, settings, self._target, num_prompts=num_prompts)
+        self._setup = TrainSetup(kind, settings, self._target, num_prompts=num_prompts)
         self._llm = LLM.from_parts(self._setup.parts)
         self._joined = join_group(self._setup.parts.device)
         self._schedule, self._collator = self._prepare_data(train_prompts)
