@@ -94,7 +94,7 @@ class Completer:
 
     def stream_response(self, streams: Sequence[RequestStream], builder: ResponseBuilder, request: Request) -> Response:
         """Return a response that streams the chunks of all completions as server-sent events."""
-        # The task starts before the events are read: they are never read if the client disconnects before the first one.
+        # The task starts here: the events are never read if the client disconnects before the first one.
         disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))
         events = self._events(streams, builder, entry_of(request.scope), disconnected)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
