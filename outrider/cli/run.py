@@ -35,7 +35,7 @@ _LONG_CHAT = "the prompt has the conversation so far; leave with an empty line, 
 
 
 def load(config: EngineConfig) -> LLM:
-    """Load the models of a configuration."""
+    """Return the `LLM` of a configuration. Models that are not on the disk are downloaded first."""
     fetch_models(config.target, config.proposer)
     return LLM(config=config)
 
@@ -202,7 +202,7 @@ def _of_first_rank(texts: Iterator[str | None]) -> Iterator[str | None]:
 def _complete(
     llm: LLM, encoded: EncodedPrompt, params: SamplingParams, output: Output, interrupts: list[int]
 ) -> Outcome | str:
-    """Complete a prompt and print the completions. After an interrupt, return the text so far."""
+    """Complete a prompt, print the completions and return their outcome. After an interrupt, return the text so far."""
     # The reported seed must reproduce the text, so the planner must treat it as a seed of the user.
     seeded = params if params.seed is not None else replace(params, seed=of_first_rank(secrets.randbits(63)))
     requests = llm.request_maker.make(encoded, seeded)
@@ -212,7 +212,7 @@ def _complete(
 
 
 def _complete_one(llm: LLM, request: Request, output: Output, interrupts: list[int]) -> Outcome | str:
-    """Complete a prompt and print the text while it is generated. After an interrupt, return the text so far."""
+    """Do what `_complete` does for one completion. Its text is printed while it is generated."""
     events = [EmitEvent(at=perf_counter(), emitted=(0,))]
     stats = [llm.stats]  # after each event
     text = ""
@@ -239,7 +239,7 @@ def _complete_one(llm: LLM, request: Request, output: Output, interrupts: list[i
 
 
 def _complete_several(llm: LLM, requests: Sequence[Request], output: Output, interrupts: list[int]) -> Outcome | str:
-    """Generate all completions in a batch, then print them. After an interrupt, return the text so far."""
+    """Do what `_complete` does for several completions. They are generated in a batch, and then printed."""
     before = llm.stats
     began = perf_counter()
     seqs = list(map(llm.add, requests))

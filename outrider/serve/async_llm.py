@@ -237,7 +237,7 @@ class AsyncLLM:
             while not self._paused and await self.call(lambda llm: llm.engine.busy()):
                 await asyncio.sleep(_STOP_CHECK_INTERVAL)
         self._paused = True
-        reason = "the server was paused, and running requests were aborted"
+        reason = "the server was paused, and running requests were aborted; send the request again"
         await self.call(lambda _: self._fail_all(reason) if mode == "abort" else None)
 
     def resume(self) -> None:
@@ -276,16 +276,16 @@ class AsyncLLM:
         self._wake(streams)
 
     def _run(self) -> None:
-        reason = "the server was stopped before this request was finished"
+        reason = "the server was stopped before this request was finished; send it again"
         try:
             while not self._stopping:
                 self._run_round()
         except Exception as error:
             if is_network_error(error):
-                reason = "another rank of tensor parallelism has failed"
+                reason = "another rank of tensor parallelism has failed; restart the server"
             else:
                 _log.exception("the engine thread has failed")
-                reason = f"the engine failed: {error}"
+                reason = f"the engine failed: {error}; see the log of the server"
             ranks = self._llm.engine.ranks
             if ranks and not self._stopping:
                 self._thread_ended = True
@@ -392,7 +392,7 @@ class AsyncLLM:
             try:
                 return engine.recover(error)
             except Exception as recovery_error:
-                self._fail_all(f"the engine failed: {recovery_error}")
+                self._fail_all(f"the engine failed: {recovery_error}; see the log of the server")
                 return ()
 
     def _count_failure(self, error: Exception) -> None:
@@ -419,7 +419,9 @@ class AsyncLLM:
         except Exception as error:  # an error of this text does not affect other requests
             _log.exception("cannot decode a completion")
             self._llm.abort(seq.request.id)
-            chunk = StreamChunk(error=f"cannot decode the tokens of this completion: {error}")
+            chunk = StreamChunk(
+                error=f"cannot decode the tokens of this completion: {error}; see the log of the server"
+            )
         stream.put(chunk)
         if seq.finish_reason or chunk.error:
             del self._streams[seq.request.id]

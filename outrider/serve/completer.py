@@ -40,7 +40,7 @@ class Completer:
         content: StreamContent,
         speech_output: SpeechOutput = SpeechOutput.TEXT,
     ) -> list[RequestStream]:
-        """Submit all prompts, or none of them. Raises as `AsyncLLM.submit` does."""
+        """Submit all prompts, or none of them, and return the streams. Raises as `AsyncLLM.submit` does."""
         streams: list[RequestStream] = []
         try:
             for encoded in inputs:

@@ -110,7 +110,7 @@ class Comparison:
 
 
 def compare(trials: Sequence[Trial], k: int | str, bound: Bound | None = None) -> dict[str, Comparison]:
-    """Compare plain decoding with draft length `k`: by category, and over all categories under "overall".
+    """Return the comparison of draft length `k` with plain decoding: by category, and of all under "overall".
 
     Args:
         trials: each of prompts of one category.

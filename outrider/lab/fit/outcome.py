@@ -71,7 +71,7 @@ class Outcome:
         }
 
     def sentences(self) -> Iterator[str]:
-        """Say which option was chosen and why, and how to use it."""
+        """Yield sentences that say which option was chosen and why, and how to use it."""
         yield self._choice()
         yield from self._training()
         yield from self._certificate()
@@ -165,7 +165,7 @@ class Outcome:
         )
 
     def _where(self) -> str:
-        """Say which prompts were measured."""
+        """Return the words for the prompts that were measured."""
         if self.final is None:
             return "the first measurement"
         held_out = self.prompts["held_out"]

@@ -151,7 +151,7 @@ class Fit:
         write_whole(self.config, json.dumps(document) + "\n")
 
     def _limit(self) -> str:
-        """Say how long the stages take at most that are not finished."""
+        """Return the sentence that says how long the unfinished stages take at most."""
         minutes, get = self._settings.measure_minutes, self._state.get
         measurements = (get("first") is None) + (get("final") is None)
         parts = {count_text(measurements, "measurement"): measurements * minutes}

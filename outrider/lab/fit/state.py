@@ -27,7 +27,7 @@ class State:
 
     @classmethod
     def open(cls, folder: Path, identity: Mapping[str, Any], *, overwrite: bool) -> State:
-        """Read the state of a folder, or start with none.
+        """Return the state of a folder, or an empty one.
 
         Args:
             identity: what the interrupted fit must have in common with this one.
@@ -89,7 +89,7 @@ def discard(folder: Path) -> None:
 
 
 def _changes(theirs: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Say which values differ between the identities of two fits."""
+    """Return the names of the values that differ between the identities of two fits, most of them with both values."""
     changes = []
     for name in sorted({*theirs, *wanted}):
         if theirs.get(name) != wanted.get(name):

@@ -189,7 +189,7 @@ _Accept = Callable[[Position, State], _Verified]
 
 
 def _verify(p: torch.Tensor, drawn: torch.Tensor, stated: torch.Tensor) -> _Verified:
-    """Verify a token drawn from one distribution as if it were from another (Leviathan et al. 2023, algorithm 1)."""
+    """Return what follows if a token of `drawn` is verified as one of `stated` (Leviathan et al. 2023, algorithm 1)."""
     accepted = drawn * torch.where(stated > 0, p / stated, torch.inf).clamp(max=1)
     accepted = torch.where(drawn > 0, accepted, 0.0)
     return _Verified(accepted=accepted, rejected=_rest(accepted, (p - stated).clamp(min=0), p), bonus=p)

@@ -40,7 +40,7 @@ class Tolerance:
     least: float  # in logits
 
     def choice(self, logits: torch.Tensor, token: int, position: int) -> Choice:
-        """Judge a token by the logits [V] before it."""
+        """Return how far a token is below the likeliest one, by the logits [V] before it."""
         best = int(logits.argmax())
         return Choice(
             position=position,
