@@ -100,7 +100,7 @@ class _Conversation:
     output: Output
     chat: bool  # whether prompts are messages for the chat template
     messages: list[dict[str, str]]  # so far
-    could_chat: bool  # whether the user should hear of the chat template
+    could_chat: bool  # whether to tell the user of the chat template
 
     def run(self, prompt: str | None) -> bool:
         """Complete one prompt, or those that are typed. Returns whether all completions succeeded."""
@@ -166,6 +166,7 @@ def _check_transcript(prompt: str | None, reason: str) -> None:
 
 
 def _source_for(llm: LLM, given: GivenSource | None) -> Source | None:
+    """Return the source as the target reads it; None: there is none. Raises OutriderError if it does not fit it."""
     rules = llm.parts.source_rules
     speech = rules is not None and rules.speech is not None
     if given is None and speech:

@@ -206,7 +206,7 @@ class RequestHandler:
     async def _prepare(
         self, body: SamplingFields, num_prompts: int, params: SamplingParams, tools: Tools | None = None
     ) -> None:
-        """Check what does not depend on the tokens of the prompts, and compile the grammar."""
+        """Check what does not depend on the tokens of the prompts, and compile the grammar. Raises InvalidParam."""
         if body.stream_options and not body.stream:
             raise InvalidParam("stream_options", "stream_options needs stream true; set it, or remove stream_options")
         num_completions = num_prompts * params.n

@@ -131,8 +131,7 @@ def mean_cached(trials: Sequence[Trial], *, seqs: int) -> float:
 def expected_speedup(plain: Stats, speculative: Stats) -> float | None:
     """Return the speedup that follows from measured acceptance and costs, or None if too little was measured.
 
-    A pass without a draft counts as one whose first draft token was rejected. The formula so holds without a case for
-    it.
+    A pass without a draft counts as one whose first draft token was rejected, so the formula needs no case for it.
     """
     if not plain.rounds or not speculative.rounds or not plain.seconds:
         return None

@@ -57,7 +57,7 @@ def check_drafts(settings: Settings, proposers: Sequence[str]) -> None:
     """Check that the options of drafts have a draft: a proposer that needs no training, or the head.
 
     Raises:
-        OutriderError: nothing has one, or a head cannot read a window that is so small.
+        OutriderError: there is no draft, or a head cannot read so small a window.
     """
     window = settings.engine.draft_window
     if not settings.minutes:

@@ -1,6 +1,6 @@
-"""From the results of the stages to an answer: what each option brings and costs, which one is chosen, and why.
+"""Computes the answer of a fit from the results of its stages: gain and cost of each option, and which one is chosen.
 
-Pure functions of the results, so that tests can make them up.
+The functions are pure, so that they can be tested on made-up results.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

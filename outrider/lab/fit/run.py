@@ -48,7 +48,7 @@ _STAGES = 4
 
 
 class Fit:
-    """One fit, from wherever an earlier run of it was stopped."""
+    """One fit. It continues where an earlier run of it has stopped."""
 
     def __init__(self, settings: Settings, progress: Console) -> None:
         """Check everything that can be checked before a model is loaded.

@@ -14,7 +14,7 @@ from outrider.runtime.atomic_files import write_whole
 FILE, HEAD, CONFIG = "state.json", "head", "fit.json"  # in the folder of a fit
 RUNS = ".runs"  # suffix of the runs of a measurement that is not finished
 _VERSION = 1
-_HASHED = frozenset({"target", "prompts"})  # parts of an identity that say nothing to people
+_HASHED = frozenset({"target", "prompts"})  # parts of an identity that are hashes, which messages do not show
 
 
 class State:
@@ -58,7 +58,7 @@ class State:
         """Store the result of a stage.
 
         Raises:
-            OutriderError: the file cannot be written. The file of before is whole.
+            OutriderError: the file cannot be written. The previous file stays whole.
         """
         self._write({**self._stages, stage: result})
 

@@ -1,4 +1,4 @@
-"""Follow a text of a server on the model: of all tokenizations that spell the text, find the one that fits best."""
+"""Find the tokenization of a server's text that fits the model best, of all that spell the text."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class Path:
 def follow(pair: Pair, texts: Texts, prompt: Tokens, text: str, tolerance: Tolerance, *, ended: bool) -> Path:
     """Return the tokenization of a text that the model prefers.
 
-    It is the one whose largest margin is smallest, as long as rounding explains the margins of one. So a right server
-    passes, whichever of several tokenizations it has chosen. Where rounding explains none, the server differs: the
-    tokenization that comes furthest goes on from its difference, and all others are dropped.
+    It is the one whose largest margin is smallest, as long as rounding explains all margins of at least one. So a
+    correct server passes, whichever tokenization it has chosen. Where rounding explains none, the server differs. Then
+    only the tokenization that comes furthest is kept, and goes on after its difference.
 
     Args:
         texts: spells tokens.
