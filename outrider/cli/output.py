@@ -251,7 +251,7 @@ def _transcript(transcript: Transcript) -> dict[str, Any]:
     return {**document, "language_detected": transcript.language_detected}
 
 
-def _logprob_entry(entry: TokenLogprobs) -> dict[str, Any]:
+def logprob_entry(entry: TokenLogprobs) -> dict[str, Any]:
     """Return JSON values. null: the target's distribution excludes the token, which only a lossy verifier emits."""
     sampled = entry.sampled_logprob if math.isfinite(entry.sampled_logprob) else None
     return {**asdict(entry), "sampled_logprob": sampled}
@@ -266,7 +266,7 @@ def _completion(completion: Completion) -> dict[str, Any]:
         "seed": completion.seed,
     }
     if completion.logprobs:
-        document["logprobs"] = list(map(_logprob_entry, completion.logprobs))
+        document["logprobs"] = list(map(logprob_entry, completion.logprobs))
     if completion.error:
         document["error"] = completion.error
     return document

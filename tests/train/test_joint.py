@@ -269,8 +269,8 @@ def check_pair(folder):
 
 def test_training_uses_whole_texts_and_evaluation_their_first_half(data, tmp_path):
     training = Training("mtp", make_run_settings(data, tmp_path, eval_data=data, epochs=1))
-    tokenizer = training._setup.parts.tokenizer
-    schedule = training._schedule
+    tokenizer = training.setup.parts.tokenizer
+    schedule = training.schedule
     samples = [sample for cycle in range(schedule.num_cycles) for sample in schedule.samples(cycle)]
     assert sorted(sample.id for sample in samples) == list(range(6))
     by_number = {sample.id: tokenizer.decode(list(sample.tokens)) for sample in samples}
@@ -278,7 +278,7 @@ def test_training_uses_whole_texts_and_evaluation_their_first_half(data, tmp_pat
     assert by_number[5].count("<|assistant|>") == 1
     assert "5" in by_number[5]
     samples.sort(key=lambda sample: sample.id)
-    eval_lengths = [len(prompt.tokens) for prompt in training._evaluator._prompts]
+    eval_lengths = [len(prompt.tokens) for prompt in training.evaluator.prompts]
     assert eval_lengths == [len(sample.tokens) // 2 for sample in samples]
 
 
