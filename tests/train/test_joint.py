@@ -139,7 +139,7 @@ def test_target_embeddings_and_lm_head_use_adamw(nano):
     trainer = Trainer(trainee, losses=parse("ce"), steps=1, decay=1.0, lr=1e-4)
     adamw, muon = (
         {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for optimizer in trainer._optimizer._optimizers
+        for optimizer in trainer.optimizer.optimizers
     )
     assert id(trainee.module["target"].get_output_embeddings().weight) in adamw
     assert id(trainee.module["target"].model.layers[0].mlp.up_proj.weight) in muon

@@ -193,7 +193,7 @@ class DraftTraining:
         """Return the state for a checkpoint."""
         return {
             "module": self.trainee.module.state_dict(),
-            "optimizer": self._trainer.optimizer_state(),
+            "optimizer": self._trainer.optimizer.state_dict(),
             "previous": self._previous,
             "previous_acceptance": None if self._previous_acceptance is None else tuple(self._previous_acceptance),
         }
@@ -201,7 +201,7 @@ class DraftTraining:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, and give the weights of the draft to the engine."""
         self.trainee.module.load_state_dict(state["module"])
-        self._trainer.load_optimizer_state(state["optimizer"])
+        self._trainer.optimizer.load_state_dict(state["optimizer"])
         self._previous = state["previous"]
         before = state["previous_acceptance"]
         self._previous_acceptance = None if before is None else AcceptanceEstimate(*before)
