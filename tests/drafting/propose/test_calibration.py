@@ -89,7 +89,7 @@ def test_a_calibrated_copy_is_closer_to_the_target(target, checkpoint):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_without_calibration_the_scales_follow_from_the_range(target, checkpoint, bits, monkeypatch):
     if bits == 4:
-        monkeypatch.setattr(calibration, "_MOST_OPERATIONS", 0)  # of a large target
+        monkeypatch.setattr(calibration, "MOST_OPERATIONS", 0)  # of a large target
     copy, plain = copy_of(target, checkpoint, bits), target.make_requantized(bits)
     assert torch.equal(logits(copy, checkpoint), logits(plain, checkpoint))
 
