@@ -103,6 +103,8 @@ def run(
     The text goes to standard output, everything else to standard error. With --json the text goes
     to standard error, too, and standard output has only the JSON document.
     """
+    if engine.target is None:
+        prompts.check_text()
     params = replace(sampling.params(unlimited=prompts.chat), constraint=form.constraint())
     given = read_source(source)
     check_present(engine.target, engine.proposer)

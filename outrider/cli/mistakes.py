@@ -97,8 +97,8 @@ def _with_help(error: Any, command: str | None) -> str:
         return message
     if "unexpected extra argument" in message and error.ctx:
         params = error.ctx.command.params
-        if any(param.param_type_name == "argument" for param in params):
-            message += "; put a text with spaces in quotes"
-        elif any("--target" in param.opts for param in params):
-            message += "; name a model with --target"
+        takes_text = any(param.param_type_name == "argument" for param in params)
+        takes_model = any("--target" in param.opts for param in params)
+        fixes = ["put a text with spaces in quotes"] * takes_text + ["name a model with --target"] * takes_model
+        message += "".join(f"; {fix}" for fix in fixes)
     return f"{message}{' See' if message.endswith('?') else '; see'} {command} --help"

@@ -6,6 +6,7 @@ from typing import Annotated
 from outrider.core.option import OUTPUT, Option
 from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
+from outrider.models.loader.paths import is_local_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,11 @@ class PromptOptions:
             raise OutriderError("--system is a message of a conversation; add --chat, or leave it out")
         if self.system is not None and not is_utf8(self.system):
             raise OutriderError("--system is not UTF-8 text; give UTF-8 text")
+
+    def check_text(self) -> None:
+        """Raise OutriderError if the prompt is the path of a model: a user may expect it there."""
+        if self.prompt and is_local_model(self.prompt):
+            raise OutriderError(f"the prompt is the path of a model; name the model with --target {self.prompt}")
 
     def messages(self) -> list[dict[str, str]]:
         """Return the messages before the first prompt."""

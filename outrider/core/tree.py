@@ -64,8 +64,8 @@ def chain(
     return Draft(
         tokens=tokens,
         parent=_chain_parents(batch_size, size, tokens.device),
-        count=upload(width, tokens.device),
-        kind=_one_hot_kinds(batch_size, size, tokens.device) if kind is None else kind,
+        count=_counts(width, tokens.device),
+        kind=kinds(DraftKind.ONE_HOT, batch_size, size, tokens.device) if kind is None else kind,
         q=q,
         width=width,
         depth=width,
@@ -86,8 +86,8 @@ def one_hot_tree(
     return Draft(
         tokens=tokens,
         parent=parent,
-        count=upload(width, tokens.device),
-        kind=_one_hot_kinds(*tokens.shape, tokens.device),
+        count=_counts(width, tokens.device),
+        kind=kinds(DraftKind.ONE_HOT, *tokens.shape, tokens.device),
         q=None,
         width=width,
         depth=depth or width,
@@ -104,8 +104,15 @@ def _chain_parents(batch_size: int, size: int, device: torch.device) -> torch.Te
 
 @lru_cache(1024)
 @torch.inference_mode(False)
-def _one_hot_kinds(batch_size: int, size: int, device: torch.device) -> torch.Tensor:
-    return torch.full((batch_size, size), int(DraftKind.ONE_HOT), device=device)
+def _counts(width: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return upload(width, device)
+
+
+@lru_cache(1024)
+@torch.inference_mode(False)
+def kinds(kind: DraftKind, batch_size: int, size: int, device: torch.device) -> torch.Tensor:
+    """Return the kinds [B, N] of draft tokens that all have the same kind."""
+    return torch.full((batch_size, size), int(kind), device=device)
 
 
 def cut(draft: Draft, width: tuple[int, ...]) -> Draft:

@@ -40,7 +40,8 @@ def invoke(words):
         (["convert"], "Missing argument 'DIR'; see outrider convert --help"),
         (
             ["run", "a", "b"],
-            "Got unexpected extra argument(s) (b); put a text with spaces in quotes; see outrider run --help",
+            "Got unexpected extra argument(s) (b); put a text with spaces in quotes; name a model with --target;"
+            " see outrider run --help",
         ),
         (
             ["serve", "@nano"],
@@ -61,6 +62,16 @@ def test_mistakes_are_one_line(words, line):
     assert result.exit_code == 2
     assert not result.stdout
     assert result.stderr == f"error: {line}\n"
+
+
+def test_a_model_is_not_a_prompt(tmp_path, monkeypatch):
+    monkeypatch.delenv("OUTRIDER_TARGET", raising=False)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.gguf").touch()
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        result = invoke(["run", str(path)])
+        assert result.exit_code == 2
+        assert result.stderr == f"error: the prompt is the path of a model; name the model with --target {path}\n"
 
 
 def test_mistake_of_python_m_outrider():

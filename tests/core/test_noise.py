@@ -143,6 +143,7 @@ def test_uniforms_on_the_cpu_equal_those_of_other_devices():
     source, count = noise(5), 6
     index = torch.arange(count).expand(NUM_SEQS, count)
     assert torch.equal(source.uniforms(count), source._per_round(NoiseStream.DRAFT, index))
+    assert source.uniforms(0).shape == (NUM_SEQS, 0)
 
 
 def several_rounds(kind, p, q, length):

@@ -175,11 +175,10 @@ class _ChainBuffers:
 
     def chains(self, *, with_margins: bool) -> DraftChains:
         """Return the chains, with margins and acceptance probabilities if a stop rule has computed them."""
-        tokens = torch.tensor(self._tokens.tolist()).view(self._shape)
+        tokens = self._as_tensor(self._tokens)
         q = None
         if self._q is not None:
-            at = torch.tensor(self._q_index.tolist()).view(self._shape)
-            q = Packed(values=self._q[: max(self._q_index) + 1], at=at)
+            q = Packed(values=self._q[: max(self._q_index) + 1], at=self._as_tensor(self._q_index))
         if not with_margins:
             return DraftChains(tokens=tokens, count=self._budget, q=q)
         return DraftChains(
@@ -189,6 +188,10 @@ class _ChainBuffers:
             accept_prob=self._by_sequence(self._accept_probs),
             q=q,
         )
+
+    def _as_tensor(self, values: array[int]) -> torch.Tensor:
+        """Return values [B, K] as int64. `torch.tensor` takes twice the time."""
+        return torch.frombuffer(array("q", values), dtype=torch.int64).view(self._shape)
 
     def _by_sequence(self, values: array[float]) -> tuple[tuple[float, ...], ...]:
         """Return the values at the scored draft tokens of each sequence."""

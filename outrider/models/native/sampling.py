@@ -31,10 +31,15 @@ def fastest_sampling(device: torch.device) -> SamplingKernels:
     )
 
 
+def _float32(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits for the kernels. Those of the kernels need no conversion."""
+    return (logits if logits.dtype is torch.float32 else logits.float()).contiguous()
+
+
 def _adjust(
     library: Library, logits: torch.Tensor, sampling: SamplingTensors, draft: Draft, at: torch.Tensor
 ) -> torch.Tensor:
-    logits = logits.to(torch.float32).contiguous()
+    logits = _float32(logits)
     adjusted = torch.empty_like(logits)
     adjustments = Adjustments(sampling.seqs)
     nodes = _Nodes(draft, at.tolist())
@@ -85,9 +90,9 @@ class _Nodes:
 def _target_probs(
     library: Library, logits: torch.Tensor, sampling: SamplingTensors, of: torch.Tensor | slice
 ) -> torch.Tensor:
-    logits = logits.to(torch.float32).contiguous()
+    logits = _float32(logits)
     # The kernel copies the logits. Threads of torch that have copied them would go on waiting for work on a core.
-    probs = torch.empty_like(logits)
+    probs = torch.empty(logits.shape)
     params = sampling.draw_params[of].contiguous()
     batch_size, nodes, vocab = probs.shape
     arguments = CDistributions(
@@ -103,7 +108,7 @@ def _target_probs(
 
 
 def _logprobs(library: Library, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], top: int) -> Logprobs:
-    logits = logits.to(torch.float32).contiguous()
+    logits = _float32(logits)
     count, vocab = len(rows), logits.shape[-1]
     top = min(top, vocab)
     row, token = array("i", rows), array("i", tokens)

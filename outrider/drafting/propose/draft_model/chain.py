@@ -206,7 +206,10 @@ class DraftModelProposer:
         self._margins = chains.margin
         kind = None
         if chains.q is not None:
-            kind = torch.where(chains.q.at >= 0, int(DraftKind.SAMPLED), int(DraftKind.ONE_HOT))
+            if all(sampling.sampled) and len(set(chains.count)) == 1:
+                kind = tree.kinds(DraftKind.SAMPLED, *chains.tokens.shape, self._setup.device)
+            else:
+                kind = torch.where(chains.q.at >= 0, int(DraftKind.SAMPLED), int(DraftKind.ONE_HOT))
         return self._chain(chains.tokens, chains.count, chains.accept_prob, kind=kind, q=chains.q)
 
     def _draft_in_one_call(self, batch: Batch, sampling: SamplingTensors, stop_rule: StopRule) -> DraftChains | None:
