@@ -217,16 +217,16 @@ def _complete_one(llm: LLM, request: Request, output: Output, interrupts: list[i
     events = [EmitEvent(at=perf_counter(), emitted=(0,))]
     stats = [llm.stats]  # after each event
     text = ""
-    output.begin(request.prompt_token_ids)
+    output.painter.begin(request.prompt_token_ids)
     for chunk in llm.chunks(request):
         text += chunk.text
-        output.write(chunk.text, chunk.token_ids, chunk.from_draft)
+        output.painter.write(chunk.text, chunk.token_ids, chunk.from_draft)
         events.append(EmitEvent(at=perf_counter(), emitted=(events[-1].emitted[0] + len(chunk.token_ids),)))
         stats.append(llm.stats)
         if chunk.completion is None and interrupts:
-            output.end()
+            output.painter.end()
             return text
-    output.end()
+    output.painter.end()
     assert chunk.completion is not None
     first = first_decode_index(events)
     return Outcome(
@@ -254,9 +254,9 @@ def _complete_several(llm: LLM, requests: Sequence[Request], output: Output, int
     completions = tuple(map(llm.completion, seqs))
     for i, completion in enumerate(completions, 1):
         output.head(f"{i} of {len(completions)}")
-        output.begin(completion.prompt_token_ids)
-        output.write(completion.text, completion.token_ids, completion.from_draft)
-        output.end()
+        output.painter.begin(completion.prompt_token_ids)
+        output.painter.write(completion.text, completion.token_ids, completion.from_draft)
+        output.painter.end()
     if any(completion.finish_reason is FinishReason.ABORT for completion in completions):
         return completions[0].text
     return Outcome(

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -33,18 +34,6 @@ _STOP_CHECK_INTERVAL = 0.05  # seconds between checks whether the server stops, 
 _UNHEALTHY_FAILURES = 8  # consecutive failed rounds until /health returns 503
 _RECENT_ROUNDS = 64  # rounds in which failures are counted
 _DEGRADED_FAILURES = 8  # failed rounds among the recent ones until the server is degraded
-
-
-def _resolve(future: asyncio.Future[T], result: T) -> None:
-    """Give a result to a future whose reader may be gone."""
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: asyncio.Future[T], error: Exception) -> None:
-    """Give an exception to a future whose reader may be gone."""
-    if not future.done():
-        future.set_exception(error)
 
 
 class AsyncLLM:
@@ -204,21 +193,18 @@ class AsyncLLM:
             QueueFull: the engine thread has ended.
             Exception: what the function raises.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+        future: Future[T] = Future()
 
         def command() -> None:
             try:
-                result = function(self._llm)
+                future.set_result(function(self._llm))
             except Exception as error:
-                loop.call_soon_threadsafe(_fail, future, error)
-            else:
-                loop.call_soon_threadsafe(_resolve, future, result)
+                future.set_exception(error)
 
         self._commands.put(command)
         if self._thread_ended:
             raise QueueFull("the engine thread has ended; restart the server")
-        return await future
+        return await asyncio.shield(asyncio.wrap_future(future))  # the function also runs if its caller is canceled
 
     @property
     def paused(self) -> bool:
