@@ -1,15 +1,18 @@
 """Compile the C++ sources of this folder into a library."""
 
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from outrider.models.native.builds import SOURCES, MissingKernels
+
+_log = logging.getLogger("outrider")
 
 # Translation units, the longest first, as they are compiled at the same time.
 UNITS = (
@@ -30,7 +33,7 @@ _TIMEOUT = 3600  # seconds for one call of the compiler, which takes minutes on 
 def compile_kernels(
     path: Path, compiler: Sequence[str], linker: Callable[[Sequence[str], str], Sequence[str]], done: Callable[[], None]
 ) -> None:
-    """Write the library to `path`, in a folder that exists.
+    """Write the library to `path`, in a folder that exists. Wait for another process that compiles, and use its result.
 
     Args:
         path: of the library.
@@ -42,39 +45,53 @@ def compile_kernels(
         MissingKernels: the compiler or the linker fails.
         OSError: the folder cannot be written.
     """
-    with _work_folder(path.parent) as folder:
-        objects = [str(Path(folder) / f"{unit}.o") for unit in UNITS]
-        commands = [
-            (*compiler, *FLAGS, "-c", str(SOURCES / unit), "-o", output)
-            for unit, output in zip(UNITS, objects, strict=True)
-        ]
-        library = Path(folder) / "kernels.so"
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for _ in pool.map(_run, commands):
-                done()
-        _run(linker(objects, str(library)))
-        # An atomic move, since other processes may compile at the same time.
-        os.replace(library, path)
+    with _locked(path.parent) as has_lock:
+        if path.is_file():  # another process has compiled it
+            return
+        if has_lock:
+            for left in path.parent.glob(f"{_PREFIX}*"):  # by processes that were ended
+                shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=_PREFIX) as folder:
+            _compile(Path(folder), path, compiler, linker, done)
+
+
+def _compile(
+    folder: Path,
+    path: Path,
+    compiler: Sequence[str],
+    linker: Callable[[Sequence[str], str], Sequence[str]],
+    done: Callable[[], None],
+) -> None:
+    """Do the work of `compile_kernels` with objects in `folder`."""
+    objects = [str(folder / f"{unit}.o") for unit in UNITS]
+    commands = [
+        (*compiler, *FLAGS, "-c", str(SOURCES / unit), "-o", output)
+        for unit, output in zip(UNITS, objects, strict=True)
+    ]
+    library = folder / "kernels.so"
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(_run, commands):
+            done()
+    _run(linker(objects, str(library)))
+    os.replace(library, path)  # an atomic move, so no process loads a part of the library
 
 
 @contextmanager
-def _work_folder(parent: Path) -> Iterator[str]:
-    """Make a folder for objects, and remove it at the end. Remove first those that ended processes have left.
-
-    A process that compiles holds a shared lock on `parent`. While one has the exclusive lock, no other one compiles.
-    """
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a folder. One process holds it at a time. Yields False if the file system has no locks."""
     import fcntl  # not on Windows, where this module is imported as well
 
-    lock = os.open(parent, os.O_RDONLY)
+    lock = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # another process compiles, or the file system has no locks
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for left in parent.glob(f"{_PREFIX}*"):
-                shutil.rmtree(left, ignore_errors=True)
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        with tempfile.TemporaryDirectory(dir=parent, prefix=_PREFIX) as folder:
-            yield folder
+        except BlockingIOError:
+            _log.warning("waiting for another process that compiles the CPU kernels")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+            return
+        yield True
     finally:
         os.close(lock)
 

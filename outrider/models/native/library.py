@@ -143,7 +143,7 @@ def _compile_once(compiler: str, path: Path) -> float | MissingKernels:
     start = perf_counter()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _log.warning("compiling the CPU kernels, once per machine; this takes about half a minute")
+        _log.warning("compiling the CPU kernels, once per machine; this takes 30 to 60 seconds")
         with stage("compiling the CPU kernels, once per machine", len(UNITS)) as compiling:
             compile_kernels(path, (compiler, *own_flags()), partial(_link, compiler), compiling.advance)
     except MissingKernels as error:
