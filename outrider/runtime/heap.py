@@ -42,4 +42,5 @@ def glibc() -> Any:
 
 
 def resident_bytes() -> int:
+    """Return the memory of the process that is in RAM, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
