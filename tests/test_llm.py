@@ -161,11 +161,12 @@ def test_streams_and_others_carry_each_other_on(k):
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_stream_that_is_aborted_from_outside_ends(plain, waits):
-    streams = [plain.stream(CODE, SamplingParams(max_tokens=50)) for _ in range(5 if waits else 1)]
-    row = plain.engine._scheduler._waiting[-1][1]
+    streams = [plain.stream(CODE, SamplingParams(max_tokens=50)) for _ in range(4 if waits else 0)]
+    (request,) = plain.request_maker.of_prompt(CODE, SamplingParams(max_tokens=50))
+    streams.append(plain.chunks(request))
     if not waits:
         next(streams[-1])
-    plain.abort(row.request.id)
+    plain.abort(request.id)
     assert [chunk.completion.finish_reason for chunk in streams[-1]] == [FinishReason.ABORT]
     for stream in streams[:-1]:
         next(stream)

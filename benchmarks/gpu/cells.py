@@ -27,7 +27,7 @@ from start_worker import start
 
 _LIMIT = 480.0  # seconds of the whole run
 _START = 90.0  # most seconds until a process has imported its packages
-_GRACE = 10.0  # seconds after its limit at which the process of a cell is ended
+GRACE = 10.0  # seconds after its limit at which the process of a cell is ended
 
 
 def main(
@@ -110,7 +110,7 @@ class Run:
         """
         limit = _START
         while True:
-            if not receiver.poll(min(limit, max(self.seconds_left(), 0) + _GRACE)):
+            if not receiver.poll(min(limit, max(self.seconds_left(), 0) + GRACE)):
                 raise _WorkerEnded("its process did not answer in time")
             try:
                 kind, content = receiver.recv()
@@ -119,7 +119,7 @@ class Run:
             if kind == "facts":
                 self.facts = content
             elif kind == "begun":
-                limit = content + _GRACE
+                limit = content + GRACE
             elif kind == "stopped":
                 return False
             else:

@@ -30,6 +30,7 @@ def merge_config(options: Mapping[str, Any], file: str, *, given: Collection[str
 
 
 def _read_settings(file: str) -> dict[str, Any] | None:
+    """Return the fields of `EngineConfig` in a file of settings; None: the file is another one, or cannot be read."""
     try:
         document = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError):  # the reader of advice reports it

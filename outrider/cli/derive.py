@@ -33,7 +33,7 @@ _CONFIG_HELP = (
 
 
 def spread(command: Callable[..., None], *, environment: bool = True) -> Callable[..., None]:
-    """Let typer show each field of the dataclass parameters of a command as an option.
+    """Return a command whose options are the fields of its dataclass parameters, for typer.
 
     Args:
         command: the function of the command. It may have a parameter `given`: the options on the command line.
@@ -126,7 +126,7 @@ class Record:
 
     @classmethod
     def of(cls, name: str, hint: Any, default: Any) -> Record:
-        """Describe the record of a type."""
+        """Return the record of the parameter or field `name`, which has the type `hint`."""
         kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         shown = next((each for each in extras if isinstance(each, Shown)), None)
         default = MISSING if default is Parameter.empty else default
@@ -153,7 +153,7 @@ class Record:
             yield leaf.parameter()
 
     def make(self, values: dict[str, Any], given: set[str]) -> Any:
-        """Make the record from the values of the options. Raises OutriderError if a value is not allowed."""
+        """Return the settings made from the values of the options. Raises OutriderError if a value is not allowed."""
         made: dict[str, Any] = {}
         for member in self.members:
             if isinstance(member, Record):

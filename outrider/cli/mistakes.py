@@ -61,7 +61,8 @@ def _report(error: Any, command: str | None = None) -> NoReturn:
     """Print a mistake that click has found, and end the program.
 
     Args:
-        command: The command with the mistake, for an error that does not know it.
+        error: the exception.
+        command: the command with the mistake, for an error that does not know it.
     """
     if type(error).__name__ == "NoArgsIsHelpError":  # typer prints the help; old releases of click lack this class
         raise error

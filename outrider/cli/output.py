@@ -94,7 +94,11 @@ class Painter:
 
 
 class Output:
-    """Prints text to standard output and everything else to standard error. With --json, text goes there as well."""
+    """Prints text to standard output and everything else to standard error. With --json, text goes there as well.
+
+    Attributes:
+        painter: writes the text of completions.
+    """
 
     def __init__(self, llm: LLM, *, show: bool, as_json: bool) -> None:
         self._llm = llm
@@ -103,7 +107,7 @@ class Output:
         self._stderr = Console(stderr=True, highlight=False)
         console = self._stderr if as_json else Console()
         use_color = show and console.is_terminal and not console.no_color
-        self._painter = Painter(llm, console, use_color=use_color)
+        self.painter = Painter(llm, console, use_color=use_color)
         if use_color:
             self._stderr.print(_LEGEND)
 
@@ -114,18 +118,6 @@ class Output:
     def head(self, text: str) -> None:
         """Print a heading above one of several completions."""
         self._stderr.rule(text, align="left", style="dim")
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Begin a completion after the tokens of a prompt."""
-        self._painter.begin(prompt)
-
-    def write(self, text: str, tokens: Sequence[int], from_draft: Sequence[bool]) -> None:
-        """Show the next characters of a completion and the tokens committed with them."""
-        self._painter.write(text, tokens, from_draft)
-
-    def end(self) -> None:
-        """Finish a completion."""
-        self._painter.end()
 
     def sum_up(self, outcome: Outcome) -> bool:
         """Print the summary. Returns whether all completions succeeded."""
@@ -251,7 +243,7 @@ def _transcript(transcript: Transcript) -> dict[str, Any]:
     return {**document, "language_detected": transcript.language_detected}
 
 
-def _logprob_entry(entry: TokenLogprobs) -> dict[str, Any]:
+def logprob_entry(entry: TokenLogprobs) -> dict[str, Any]:
     """Return JSON values. null: the target's distribution excludes the token, which only a lossy verifier emits."""
     sampled = entry.sampled_logprob if math.isfinite(entry.sampled_logprob) else None
     return {**asdict(entry), "sampled_logprob": sampled}
@@ -266,7 +258,7 @@ def _completion(completion: Completion) -> dict[str, Any]:
         "seed": completion.seed,
     }
     if completion.logprobs:
-        document["logprobs"] = list(map(_logprob_entry, completion.logprobs))
+        document["logprobs"] = list(map(logprob_entry, completion.logprobs))
     if completion.error:
         document["error"] = completion.error
     return document

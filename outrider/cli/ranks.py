@@ -15,7 +15,7 @@ from outrider.runtime.ranks import RankError, Ranks, is_network_error, join
 
 @contextmanager
 def joined(tp: int, device: str) -> Iterator[Ranks | None]:
-    """Join the ranks of `--tp`, run the body in each of them, and leave.
+    """Join the ranks of `--tp`, run the body in each of them, and leave. Yields the ranks; None: there is one process.
 
     Only rank 0 prints. A rank that fails ends the others.
 
@@ -44,7 +44,7 @@ def joined(tp: int, device: str) -> Iterator[Ranks | None]:
         raise
     except Exception as error:
         if is_network_error(error):
-            ranks.abandon("another rank has failed, or the connection to it is lost")
+            ranks.abandon("another rank has failed, or the connection to it is lost; start all ranks again")
         else:
             traceback.print_exc(file=sys.__stderr__)
             ranks.abandon(f"rank {ranks.rank} cannot go on: {str(error).splitlines()[0] if str(error) else error!r}")
@@ -57,7 +57,7 @@ def joined(tp: int, device: str) -> Iterator[Ranks | None]:
 
 
 def _join(tp: int, device: str) -> Ranks:
-    """Join the ranks. A rank that fails prints its error on the original standard error, which `joined` replaces."""
+    """Join the ranks and return them. A rank that fails prints its error on the standard error of the process."""
     try:
         ranks = join(tp, device)
     except OutriderError:  # all ranks have it, and rank 0 prints it

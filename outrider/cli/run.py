@@ -35,7 +35,7 @@ _LONG_CHAT = "the prompt has the conversation so far; leave with an empty line, 
 
 
 def load(config: EngineConfig) -> LLM:
-    """Load the models of a configuration."""
+    """Return the `LLM` of a configuration. Models that are not on the disk are downloaded first."""
     fetch_models(config.target, config.proposer)
     return LLM(config=config)
 
@@ -100,7 +100,7 @@ class _Conversation:
     output: Output
     chat: bool  # whether prompts are messages for the chat template
     messages: list[dict[str, str]]  # so far
-    could_chat: bool  # whether the user should hear of the chat template
+    could_chat: bool  # whether to tell the user of the chat template
 
     def run(self, prompt: str | None) -> bool:
         """Complete one prompt, or those that are typed. Returns whether all completions succeeded."""
@@ -166,6 +166,7 @@ def _check_transcript(prompt: str | None, reason: str) -> None:
 
 
 def _source_for(llm: LLM, given: GivenSource | None) -> Source | None:
+    """Return the source as the target reads it; None: there is none. Raises OutriderError if it does not fit it."""
     rules = llm.parts.source_rules
     speech = rules is not None and rules.speech is not None
     if given is None and speech:
@@ -202,7 +203,7 @@ def _of_first_rank(texts: Iterator[str | None]) -> Iterator[str | None]:
 def _complete(
     llm: LLM, encoded: EncodedPrompt, params: SamplingParams, output: Output, interrupts: list[int]
 ) -> Outcome | str:
-    """Complete a prompt and print the completions. After an interrupt, return the text so far."""
+    """Complete a prompt, print the completions and return their outcome. After an interrupt, return the text so far."""
     # The reported seed must reproduce the text, so the planner must treat it as a seed of the user.
     seeded = params if params.seed is not None else replace(params, seed=of_first_rank(secrets.randbits(63)))
     requests = llm.request_maker.make(encoded, seeded)
@@ -212,20 +213,20 @@ def _complete(
 
 
 def _complete_one(llm: LLM, request: Request, output: Output, interrupts: list[int]) -> Outcome | str:
-    """Complete a prompt and print the text while it is generated. After an interrupt, return the text so far."""
+    """Do what `_complete` does for one completion. Its text is printed while it is generated."""
     events = [EmitEvent(at=perf_counter(), emitted=(0,))]
     stats = [llm.stats]  # after each event
     text = ""
-    output.begin(request.prompt_token_ids)
+    output.painter.begin(request.prompt_token_ids)
     for chunk in llm.chunks(request):
         text += chunk.text
-        output.write(chunk.text, chunk.token_ids, chunk.from_draft)
+        output.painter.write(chunk.text, chunk.token_ids, chunk.from_draft)
         events.append(EmitEvent(at=perf_counter(), emitted=(events[-1].emitted[0] + len(chunk.token_ids),)))
         stats.append(llm.stats)
         if chunk.completion is None and interrupts:
-            output.end()
+            output.painter.end()
             return text
-    output.end()
+    output.painter.end()
     assert chunk.completion is not None
     first = first_decode_index(events)
     return Outcome(
@@ -239,7 +240,7 @@ def _complete_one(llm: LLM, request: Request, output: Output, interrupts: list[i
 
 
 def _complete_several(llm: LLM, requests: Sequence[Request], output: Output, interrupts: list[int]) -> Outcome | str:
-    """Generate all completions in a batch, then print them. After an interrupt, return the text so far."""
+    """Do what `_complete` does for several completions. They are generated in a batch, and then printed."""
     before = llm.stats
     began = perf_counter()
     seqs = list(map(llm.add, requests))
@@ -253,9 +254,9 @@ def _complete_several(llm: LLM, requests: Sequence[Request], output: Output, int
     completions = tuple(map(llm.completion, seqs))
     for i, completion in enumerate(completions, 1):
         output.head(f"{i} of {len(completions)}")
-        output.begin(completion.prompt_token_ids)
-        output.write(completion.text, completion.token_ids, completion.from_draft)
-        output.end()
+        output.painter.begin(completion.prompt_token_ids)
+        output.painter.write(completion.text, completion.token_ids, completion.from_draft)
+        output.painter.end()
     if any(completion.finish_reason is FinishReason.ABORT for completion in completions):
         return completions[0].text
     return Outcome(

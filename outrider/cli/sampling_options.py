@@ -71,6 +71,7 @@ class SamplingOptions:
 
 
 def _parse_bias(entries: list[str] | None) -> dict[int, float]:
+    """Return the biases by token id."""
     bias: dict[int, float] = {}
     for entry in entries or ():
         name, _, value = entry.partition("=")

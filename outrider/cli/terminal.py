@@ -53,7 +53,7 @@ def ask() -> str:
 
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """Collect the first Ctrl-C, which ends the answer only. The second one warns, and the third ends the program."""
+    """Yield a list of the Ctrl-C so far. The first ends the answer, the second warns, the third ends the program."""
     collected: list[int] = []
 
     def record(number: int, frame: FrameType | None) -> None:

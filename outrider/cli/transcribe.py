@@ -78,12 +78,12 @@ def print_transcript(
     for _ in run_sessions(llm, [session]):
         if name == "text":
             text = session.text()
-            output.write(text[printed:], (), ())
+            output.painter.write(text[printed:], (), ())
             printed = len(text)
     transcript = session.transcript()
     if name != "text":
-        output.write(_format(transcript, name), (), ())
-    output.end()
+        output.painter.write(_format(transcript, name), (), ())
+    output.painter.end()
     seconds = perf_counter() - began
     tokens = sum(len(completion.token_ids) for completion in transcript.completions)
     return output.sum_up(

@@ -214,12 +214,12 @@ class Matcher:
     def _check(self, start: float) -> None:
         """Raise OutriderError if the matcher has failed, or has taken too long since `start`."""
         if self._matcher.is_error():
-            raise _failure(str(self._matcher.get_error()).partition("\n")[0])
+            raise grammar_error(str(self._matcher.get_error()).partition("\n")[0])
         if _time_limit and (seconds := thread_time() - start) > _MAX_SECONDS:
             raise OutriderError(f"the grammar took {seconds:.1f} seconds for one token; simplify it")
 
 
-def _failure(reason: str) -> OutriderError:
+def grammar_error(reason: str) -> OutriderError:
     """Return the error of a matcher that has failed during a text, for llguidance's reason."""
     if _DEAD_END in reason:
         return OutriderError(

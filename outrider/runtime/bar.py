@@ -24,8 +24,8 @@ from rich.text import Text
 
 from outrider.runtime.progress import Stage, shown_on
 
-_HIDDEN_SECONDS = 0.5  # shorter work shows no bar
-_LINE_SECONDS = 5.0  # before the first line about a stage, and between two lines
+HIDDEN_SECONDS = 0.5  # shorter work shows no bar
+LINE_SECONDS = 5.0  # before the first line about a stage, and between two lines
 _LINES = 10  # at most, about one stage
 _SHARES = 1  # the total of a stage whose unit is the whole work
 _BAR_WIDTH = 20  # characters
@@ -62,9 +62,9 @@ class StageBar:
     def begin(self, stage: Stage) -> None:
         self.stages.append(stage)
         if not self._console.is_terminal:
-            self._lines[stage] = perf_counter() + _LINE_SECONDS, 0
+            self._lines[stage] = perf_counter() + LINE_SECONDS, 0
             if stage.announcement:
-                self._timers[stage] = Timer(_LINE_SECONDS, self._log, [stage.announcement + stage.hint])
+                self._timers[stage] = Timer(LINE_SECONDS, self._log, [stage.announcement + stage.hint])
                 self._timers[stage].start()
             return
         if self._bar is None:
@@ -86,7 +86,7 @@ class StageBar:
     def _log_share(self, stage: Stage, share: float) -> None:
         due, lines = self._lines[stage]
         if perf_counter() >= due and lines <= int(_LINES * share) and share < 1:
-            self._lines[stage] = perf_counter() + _LINE_SECONDS, int(_LINES * share) + 1
+            self._lines[stage] = perf_counter() + LINE_SECONDS, int(_LINES * share) + 1
             self._log(f"{stage.title}: {share:.0%} of {decimal(int(stage.total or 0))}")
 
     def say(self, line: str) -> None:
@@ -149,10 +149,10 @@ class _Time(TextColumn):
 
 
 class _Bar(Progress):
-    """A bar that appears after `_HIDDEN_SECONDS` and leaves nothing behind."""
+    """A bar that appears after `HIDDEN_SECONDS` and leaves nothing behind."""
 
     def __init__(self, console: Console) -> None:
-        self._appears = perf_counter() + _HIDDEN_SECONDS
+        self._appears = perf_counter() + HIDDEN_SECONDS
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),

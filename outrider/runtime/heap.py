@@ -20,20 +20,20 @@ class Heap:
     """
 
     def __init__(self) -> None:
-        self._libc = _glibc()
+        self._libc = glibc()
         if self._libc:
             self._libc.mallopt(_MMAP_THRESHOLD, _MIN_MMAP_BYTES)
             self._libc.mallopt(_TRIM_THRESHOLD, _MAX_FREE_BYTES)
-        self._base_bytes = _resident_bytes() if self._libc else 0
+        self._base_bytes = resident_bytes() if self._libc else 0
 
     def tidy(self, *, grown: int = _GROWTH_BYTES) -> None:
         """Return free memory to the system if the process has grown by `grown` bytes since the last call that did."""
-        if self._libc and _resident_bytes() >= self._base_bytes + grown:
+        if self._libc and resident_bytes() >= self._base_bytes + grown:
             self._libc.malloc_trim(0)
-            self._base_bytes = _resident_bytes()
+            self._base_bytes = resident_bytes()
 
 
-def _glibc() -> Any:
+def glibc() -> Any:
     """Return glibc, or None on other systems."""
     if sys.platform != "linux":
         return None
@@ -41,5 +41,6 @@ def _glibc() -> Any:
     return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None  # musl has neither
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """Return the memory of the process that is in RAM, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -33,18 +34,6 @@ _STOP_CHECK_INTERVAL = 0.05  # seconds between checks whether the server stops, 
 _UNHEALTHY_FAILURES = 8  # consecutive failed rounds until /health returns 503
 _RECENT_ROUNDS = 64  # rounds in which failures are counted
 _DEGRADED_FAILURES = 8  # failed rounds among the recent ones until the server is degraded
-
-
-def _resolve(future: asyncio.Future[T], result: T) -> None:
-    """Give a result to a future whose reader may be gone."""
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: asyncio.Future[T], error: Exception) -> None:
-    """Give an exception to a future whose reader may be gone."""
-    if not future.done():
-        future.set_exception(error)
 
 
 class AsyncLLM:
@@ -204,21 +193,18 @@ class AsyncLLM:
             QueueFull: the engine thread has ended.
             Exception: what the function raises.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+        future: Future[T] = Future()
 
         def command() -> None:
             try:
-                result = function(self._llm)
+                future.set_result(function(self._llm))
             except Exception as error:
-                loop.call_soon_threadsafe(_fail, future, error)
-            else:
-                loop.call_soon_threadsafe(_resolve, future, result)
+                future.set_exception(error)
 
         self._commands.put(command)
         if self._thread_ended:
             raise QueueFull("the engine thread has ended; restart the server")
-        return await future
+        return await asyncio.shield(asyncio.wrap_future(future))  # the function also runs if its caller is canceled
 
     @property
     def paused(self) -> bool:
@@ -237,7 +223,7 @@ class AsyncLLM:
             while not self._paused and await self.call(lambda llm: llm.engine.busy()):
                 await asyncio.sleep(_STOP_CHECK_INTERVAL)
         self._paused = True
-        reason = "the server was paused, and running requests were aborted"
+        reason = "the server was paused, and running requests were aborted; send the request again"
         await self.call(lambda _: self._fail_all(reason) if mode == "abort" else None)
 
     def resume(self) -> None:
@@ -276,16 +262,16 @@ class AsyncLLM:
         self._wake(streams)
 
     def _run(self) -> None:
-        reason = "the server was stopped before this request was finished"
+        reason = "the server was stopped before this request was finished; send it again"
         try:
             while not self._stopping:
                 self._run_round()
         except Exception as error:
             if is_network_error(error):
-                reason = "another rank of tensor parallelism has failed"
+                reason = "another rank of tensor parallelism has failed; restart the server"
             else:
                 _log.exception("the engine thread has failed")
-                reason = f"the engine failed: {error}"
+                reason = f"the engine failed: {error}; see the log of the server"
             ranks = self._llm.engine.ranks
             if ranks and not self._stopping:
                 self._thread_ended = True
@@ -392,7 +378,7 @@ class AsyncLLM:
             try:
                 return engine.recover(error)
             except Exception as recovery_error:
-                self._fail_all(f"the engine failed: {recovery_error}")
+                self._fail_all(f"the engine failed: {recovery_error}; see the log of the server")
                 return ()
 
     def _count_failure(self, error: Exception) -> None:
@@ -419,7 +405,9 @@ class AsyncLLM:
         except Exception as error:  # an error of this text does not affect other requests
             _log.exception("cannot decode a completion")
             self._llm.abort(seq.request.id)
-            chunk = StreamChunk(error=f"cannot decode the tokens of this completion: {error}")
+            chunk = StreamChunk(
+                error=f"cannot decode the tokens of this completion: {error}; see the log of the server"
+            )
         stream.put(chunk)
         if seq.finish_reason or chunk.error:
             del self._streams[seq.request.id]

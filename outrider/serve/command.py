@@ -94,7 +94,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, ranks: Ranks | None = 
 
 
 def _lead(ranks: Ranks, llm: LLM, async_llm: AsyncLLM) -> Leader:
-    """Let the other ranks repeat what the engine does. If one of them fails, all requests end."""
+    """Return what lets the other ranks repeat what the engine does. If one of them fails, all requests end."""
     leader = llm.engine.followers = Leader(ranks)
     ranks.on_failure = async_llm.abandon
     return leader

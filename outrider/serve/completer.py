@@ -15,7 +15,6 @@ from outrider.engine.codec import EncodedPrompt
 from outrider.errors import OutriderError
 from outrider.serve.anthropic.errors import in_api_of
 from outrider.serve.monitoring.request_log import Entry, entry_of
-from outrider.serve.openai.blocks import EventWriter
 from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
 from outrider.serve.stream.request_stream import RequestStream, StreamChunk, StreamContent
 from outrider.serve.stream.smoothing import smooth_chunks
@@ -41,7 +40,7 @@ class Completer:
         content: StreamContent,
         speech_output: SpeechOutput = SpeechOutput.TEXT,
     ) -> list[RequestStream]:
-        """Submit all prompts, or none of them. Raises as `AsyncLLM.submit` does."""
+        """Submit all prompts, or none of them, and return the streams. Raises as `AsyncLLM.submit` does."""
         streams: list[RequestStream] = []
         try:
             for encoded in inputs:
@@ -79,8 +78,7 @@ class Completer:
             chunks = finished.result()
         except TimeoutError:
             log_entry.finish_reason = "timeout"
-            document = error_response(self._timeout_message(), kind="timeout_error")
-            return in_api_of(request.url.path, JSONResponse(document, 504))
+            return _error(request, self._timeout_message(), kind="timeout_error", status=504)
         finally:
             log_entry.output_tokens = sum(stream.num_tokens for stream in streams)
             disconnected.cancel()
@@ -89,55 +87,35 @@ class Completer:
         errors = [chunk.error for chunk in chunks if chunk.error]
         if errors:
             log_entry.finish_reason = "error"
-            document = error_response(errors[0], kind="server_error")
-            return in_api_of(request.url.path, JSONResponse(document, 500))
+            return _error(request, errors[0], kind="server_error", status=500)
         completions = [chunk.completion for chunk in chunks if chunk.completion]
         log_entry.finish(completions)
         return respond(completions)
 
-    def stream_response(
-        self,
-        builder: ResponseBuilder,
-        streams: Sequence[RequestStream],
-        num_prompts: int,
-        *,
-        writer: EventWriter,
-        include_usage: bool,
-        request: Request,
-    ) -> Response:
+    def stream_response(self, streams: Sequence[RequestStream], builder: ResponseBuilder, request: Request) -> Response:
         """Return a response that streams the chunks of all completions as server-sent events."""
+        # The task starts here: the events are never read if the client disconnects before the first one.
         disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))
-        events = self._events(
-            builder,
-            streams,
-            num_prompts,
-            writer=writer,
-            include_usage=include_usage,
-            log_entry=entry_of(request.scope),
-            disconnected=disconnected,
-        )
+        events = self._events(streams, builder, entry_of(request.scope), disconnected)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def _events(
         self,
-        builder: ResponseBuilder,
         streams: Sequence[RequestStream],
-        num_prompts: int,
-        *,
-        writer: EventWriter,
-        include_usage: bool,
+        builder: ResponseBuilder,
         log_entry: Entry,
         disconnected: asyncio.Task[None],
     ) -> AsyncIterator[str]:
         """Yield the server-sent events of all completions."""
         log_entry.finish_reason = "canceled"  # replaced below, unless the client disconnects
         completions: dict[int, Completion] = {}  # by index of the stream
-        chunk_builders = [builder.chunks(index, stream.request) for index, stream in enumerate(streams)]
+        chunk_builders = [ChunkBuilder(builder, index, stream.request) for index, stream in enumerate(streams)]
         try:
             async with asyncio.timeout(self._timeout or None):
                 async for index, chunks in _merge_streams(streams):
-                    events = _chunk_events(chunk_builders[index], chunks, writer, log_entry)
-                    last = chunks[-1]
+                    log_entry.add_tokens(sum(len(chunk.tokens) for chunk in chunks))
+                    events = "".join(map(chunk_builders[index].events, chunks))
+                    last = chunks[-1]  # only the last chunk has an error or the completion
                     if last.error:
                         log_entry.finish_reason = "canceled" if disconnected.done() else "error"
                         yield events
@@ -146,13 +124,11 @@ class Completer:
                         completions[index] = last.completion
                     if len(completions) == len(streams):
                         log_entry.finish([completions[i] for i in sorted(completions)])
-                        if include_usage:
-                            events += writer.chunk(builder.usage_chunk(log_entry.completions, num_prompts))
-                        events += writer.end()
+                        events += builder.stream_end(log_entry.completions)
                     yield events  # all events of a round together, so that they take one system call
         except TimeoutError:
             log_entry.finish_reason = "timeout"
-            yield writer.error(error_response(self._timeout_message(), kind="timeout_error"))
+            yield builder.error(self._timeout_message(), kind="timeout_error")
         finally:
             disconnected.cancel()
             self._async_llm.cancel(streams)
@@ -212,13 +188,6 @@ async def _merge_streams(streams: Sequence[RequestStream]) -> AsyncIterator[tupl
             reader.cancel()
 
 
-def _chunk_events(builder: ChunkBuilder, chunks: Sequence[StreamChunk], writer: EventWriter, log_entry: Entry) -> str:
-    """Return the events of some chunks of a completion. The last one may be an error."""
-    events: list[str] = []
-    for chunk in chunks:
-        log_entry.add_tokens(len(chunk.tokens))
-        if chunk.text or not chunk.error:
-            events += map(writer.chunk, builder.build(chunk))
-        if chunk.error:
-            events.append(writer.error(error_response(chunk.error, kind="server_error")))
-    return "".join(events)
+def _error(request: Request, message: str, *, kind: str, status: int) -> Response:
+    """Return an error response in the API of a request."""
+    return in_api_of(request.url.path, JSONResponse(error_response(message, kind=kind), status))

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from outrider.core.constraint import Constraint
 from outrider.core.conversation import InvalidMessage
 from outrider.core.params import InvalidParam, SamplingParams
-from outrider.core.types import Completion, TokenLogprobs
+from outrider.core.types import TokenLogprobs
 from outrider.engine.codec import EncodedPrompt
 from outrider.engine.prompt_scores import score_prompt
 from outrider.errors import OutriderError
@@ -206,7 +206,7 @@ class RequestHandler:
     async def _prepare(
         self, body: SamplingFields, num_prompts: int, params: SamplingParams, tools: Tools | None = None
     ) -> None:
-        """Check what does not depend on the tokens of the prompts, and compile the grammar."""
+        """Check what does not depend on the tokens of the prompts, and compile the grammar. Raises InvalidParam."""
         if body.stream_options and not body.stream:
             raise InvalidParam("stream_options", "stream_options needs stream true; set it, or remove stream_options")
         num_completions = num_prompts * params.n
@@ -262,10 +262,13 @@ class RequestHandler:
         builder = ResponseBuilder(
             chat=is_chat,
             model=self._name,
+            num_prompts=len(inputs),
+            writer=writer or EventWriter(),
             decode=self._async_llm.codec.decode,
             tokens=tokens,
             logprobs=None if body.num_logprobs() is None else logprobs,
             include_speculation=content >= StreamContent.ROUNDS,
+            include_usage=options.include_usage,
             continuous_usage=options.include_usage and options.continuous_usage_stats,
             form=form if form and (form.calls or form.reasoning) else None,
             token_ids=body.return_token_ids,
@@ -273,18 +276,12 @@ class RequestHandler:
             n=body.n,
             is_empty=isinstance(body, CompletionRequest) and body.max_tokens == 0,
         )
-        writer = writer or EventWriter()
         if body.stream:
-            include_usage = options.include_usage or writer.needs_usage
-            return self._completer.stream_response(
-                builder, streams, len(inputs), writer=writer, include_usage=include_usage, request=request
-            )
-
-        def respond(completions: list[Completion]) -> Response:
-            return JSONResponse(writer.response(builder.response(completions, len(inputs))))
-
+            return self._completer.stream_response(streams, builder, request)
         chunks = last_chunks(streams, entry_of(request.scope))
-        return await self._completer.full_response(streams, chunks, respond, request)
+        return await self._completer.full_response(
+            streams, chunks, lambda completions: JSONResponse(builder.response(completions)), request
+        )
 
 
 def _score(tokens: Sequence[int], top: int, llm: LLM) -> tuple[TokenLogprobs, ...]:

@@ -26,6 +26,7 @@ class PromptEncoder:
         self._audio_lock = asyncio.Lock()  # one recording at a time, because long ones take memory
 
     async def encode(self, prompt: Prompt) -> _Tokens:
+        """Return the tokens of a prompt. Raises as `TextCodec.encode` does."""
         return await self._encode(lambda codec: codec.encode(prompt), _num_chars(prompt))
 
     async def encode_with_source(self, prompt: Prompt | None, source: Prompt | None) -> EncodedPrompt:
@@ -75,7 +76,7 @@ class PromptEncoder:
         return await self._encode(encode, length)
 
     async def _encode(self, encode: Callable[[TextCodec], _Encoded], length: int) -> _Encoded:
-        """Call `encode`, in a thread if the prompt is long. `length` counts its characters."""
+        """Return what `encode` returns. It runs in a thread if the prompt is long; `length` counts its characters."""
         if length < _LONG_PROMPT:
             return encode(self._codec)
         async with self._thread_lock:

@@ -207,10 +207,10 @@ def _lines(path: Path, content: bytes, field: str | None, tokenizer: Any) -> Ite
     """Yield the text of each line. Only \\n separates lines: JSON strings may contain other separators."""
     for number, line in enumerate(_decode(path, content).split("\n"), 1):
         if line.strip():
-            yield _text_of(line, f"{path}:{number}", field, tokenizer)
+            yield text_of(line, f"{path}:{number}", field, tokenizer)
 
 
-def _text_of(line: str, where: str, field: str | None, tokenizer: Any) -> str:
+def text_of(line: str, where: str, field: str | None, tokenizer: Any) -> str:
     """Return the text of a JSON line. Messages are formatted with the chat template."""
     entry = read_json(line, where)
     names = FIELDS if field is None else (field,)

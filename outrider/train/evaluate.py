@@ -43,7 +43,7 @@ class Evaluator:
             tokens: most output tokens of a prompt.
         """
         self._parts = parts
-        self._prompts = prompts
+        self.prompts = prompts
         self._categories = categories
         self._k = k
         self._tokens = tokens
@@ -72,7 +72,7 @@ class Evaluator:
         params = SamplingParams(temperature=temperature, max_tokens=self._tokens)
         engine = assemble(parts.loaded, proposer=proposer, verifier=_VERIFIER, planner=FixedPlanner(self._k))
         seqs = []
-        for i, prompt in enumerate(self._prompts):
+        for i, prompt in enumerate(self.prompts):
             limit = min(self._tokens, parts.context - len(prompt.tokens))
             seed = derive_seed(self._seed, i + 1)
             request = Request(

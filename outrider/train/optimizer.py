@@ -33,29 +33,29 @@ class Optimizer:
         tables = [parameter for parameter in adamw_parameters if parameter.dim() > 1]
         vectors = [parameter for parameter in adamw_parameters if parameter.dim() < 2]
         groups = [{"params": tables, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-        self._optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))]
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))]
         if muon_ids:
             matrices = [parameter for parameter in parameters if id(parameter) in muon_ids]
             muon = torch.optim.Muon(matrices, lr=lr, weight_decay=_WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
-            self._optimizers.append(muon)
+            self.optimizers.append(muon)
 
     def step(self, lr: float) -> None:
         """Update all parameters that have a gradient."""
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
 
     def zero_grad(self) -> None:
         """Remove all gradients."""
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        return [optimizer.state_dict() for optimizer in self._optimizers]
+        return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        for optimizer, state in zip(self._optimizers, states, strict=True):
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
 

@@ -43,7 +43,7 @@ from outrider.train.report.card import FILE as CARD
 from outrider.train.report.card import model_card
 from outrider.train.report.log import Log, write
 from outrider.train.settings import DRAFT, Settings
-from outrider.train.setup import make_train_setup
+from outrider.train.setup import TrainSetup
 from outrider.train.trainer import STATE, StepStats, Trainer, read_state
 
 FACTS = "training.json"
@@ -56,7 +56,13 @@ _log = logging.getLogger("outrider")
 
 
 class Training:
-    """One training, new or resumed."""
+    """One training, new or resumed.
+
+    Attributes:
+        setup: the engine with the target, and the draft.
+        schedule: the samples of each generation cycle.
+        evaluator: the prompts of the evaluation, and what answers them.
+    """
 
     def __init__(self, kind: str, settings: Settings, *, eval_tokens: int | None = None) -> None:
         """Load data and models, and resume an interrupted training in `settings.out`.
@@ -88,13 +94,13 @@ class Training:
         self._heap = Heap()
         torch.manual_seed(settings.seed)
         num_prompts = max(len(train_prompts), len(eval_prompts))
-        self._setup = make_train_setup(kind, settings, self._target, num_prompts=num_prompts)
-        self._llm = LLM.from_parts(self._setup.parts)
-        self._joined = join_group(self._setup.parts.device)
-        self._schedule, self._collator = self._prepare_data(train_prompts)
-        trainee = self._setup.trainee
+        self.setup = TrainSetup(kind, settings, self._target, num_prompts=num_prompts)
+        self._llm = LLM.from_parts(self.setup.parts)
+        self._joined = join_group(self.setup.parts.device)
+        self.schedule, self._collator = self._prepare_data(train_prompts)
+        trainee = self.setup.trainee
         if state is None:
-            trainee.begin(lambda: self._schedule.samples(0))
+            trainee.begin(lambda: self.schedule.samples(0))
         steps = settings.ttt_length or trainee.steps
         lr = settings.lr or trainee.lr
         self._trainer = Trainer(trainee, losses=losses, steps=steps, decay=settings.loss_decay, lr=lr)
@@ -109,8 +115,8 @@ class Training:
             self._budget = TimeBudget(60 * settings.max_minutes, used=seconds)
         self._cycle_seconds = 0.0  # duration of the last generation cycle of this run
         self._evaluation_seconds = 0.0  # duration of the last evaluation of this run
-        self._evaluator = Evaluator(
-            self._setup.parts,
+        self.evaluator = Evaluator(
+            self.setup.parts,
             list(map(self._eval_prompt, eval_prompts)),
             [prompt.category for prompt in eval_prompts],
             k=settings.k,
@@ -120,8 +126,8 @@ class Training:
 
     def costs(self) -> CostModel:
         """Measure what passes of the target and of the draft cost. The contents of their caches are lost."""
-        parts = self._setup.parts
-        return known_costs(parts.target, [draft_model(self._setup.trainee.proposer(parts.setup))])[0]
+        parts = self.setup.parts
+        return known_costs(parts.target, [draft_model(self.setup.trainee.proposer(parts.setup))])[0]
 
     def run(
         self, *, on_evaluation: Callable[[Mapping[str, Any], float], None] | None = None
@@ -176,19 +182,19 @@ class Training:
 
     def _evaluate(self) -> dict[str, Any]:
         start = perf_counter()
-        evaluation = self._evaluator.measure(self._setup.trainee)
+        evaluation = self.evaluator.measure(self.setup.trainee)
         self._evaluation_seconds = perf_counter() - start
         return evaluation
 
     def _is_finished(self) -> bool:
         if self._budget is None:
-            return self._cycle >= self._schedule.num_cycles
+            return self._cycle >= self.schedule.num_cycles
         return self._cycle > 0 and self._budget.is_over(self._cycle_seconds)
 
     def _share(self, cycle_share: float = 0.0) -> float:
         """Return the share of the training that is done; `cycle_share` is that of the current generation cycle."""
         if self._budget is None:
-            return (self._cycle + cycle_share) / self._schedule.num_cycles
+            return (self._cycle + cycle_share) / self.schedule.num_cycles
         return self._budget.share
 
     def _evaluation_due(self) -> bool:
@@ -221,10 +227,10 @@ class Training:
         start = perf_counter()
         # Each process seeds its generator anew in each cycle, because a saved state only has the generator of rank 0.
         torch.manual_seed(derive_seed(derive_seed(settings.seed, self._cycle + 1), rank()))
-        samples = self._schedule.samples(self._cycle)
+        samples = self.schedule.samples(self._cycle)
         answered = perf_counter()
         stats = []
-        steps = self._schedule.steps(samples, self._cycle)
+        steps = self.schedule.steps(samples, self._cycle)
         for i, micro_batches in enumerate(steps):
             batches = (
                 self._collator.collate(group, train_on_prompts=settings.train_on_prompts) for group in micro_batches
@@ -259,9 +265,9 @@ class Training:
     def _prepare_data(self, prompts: Sequence[Prompt]) -> tuple[PromptSchedule, Collator | DatasetCollator]:
         """Encode the prompts of this process. Return the schedule of samples, and the collator that batches them."""
         settings = self._settings
-        parts = self._setup.parts
-        recorder = self._setup.recorder
-        trainee = self._setup.trainee
+        parts = self.setup.parts
+        recorder = self.setup.recorder
+        trainee = self.setup.trainee
         numbers = range(rank(), len(prompts), world_size())  # of the prompts of this process
         most_per_process = -(-len(prompts) // world_size())
         if not numbers:
@@ -270,7 +276,7 @@ class Training:
                 " prompts, or start fewer processes"
             )
         collator = Collator(
-            trainee.aux_states, recorder.layers, self._setup.tables, trainee.ids, views=trainee.shared_kv
+            trainee.aux_states, recorder.layers, self.setup.tables, trainee.ids, views=trainee.shared_kv
         )
         first = self._eval_prompt(prompts[rank()])
         collator.check(parts.target, first.tokens[:_CHECK_TOKENS], first.source_token_ids)
@@ -289,7 +295,7 @@ class Training:
 
     def _encode_prompts(self, prompts: Sequence[Prompt], numbers: range) -> dict[int, EncodedPrompt]:
         """Return the tokens of prompts by number, cut to half of the context, which leaves as much for the answer."""
-        limit = self._setup.parts.context // 2
+        limit = self.setup.parts.context // 2
         encoded = {i: self._encode(prompts[i]) for i in numbers}
         num_cut = sum(len(prompt.tokens) > limit for prompt in encoded.values())
         if num_cut and not rank():
@@ -302,7 +308,7 @@ class Training:
         return {i: prompt._replace(tokens=prompt.tokens[:limit]) for i, prompt in encoded.items()}
 
     def _encode(self, prompt: Prompt) -> EncodedPrompt:
-        parts = self._setup.parts
+        parts = self.setup.parts
         if self._has_sources:
             return encode_sourced_prompt(self._llm, prompt)
         return EncodedPrompt(encode_prompt(parts.tokenizer, prompt))
@@ -310,19 +316,19 @@ class Training:
     def _feature_cache(self) -> FeatureCache | None:
         """Open the cache in `--cache-dir`, if this option is set."""
         settings = self._settings
-        recorder = self._setup.recorder
+        recorder = self.setup.recorder
         if settings.cache_dir is None:
             return None
         return FeatureCache(
             settings.cache_dir,
             gigabytes=settings.cache_dir_gb or _DEFAULT_CACHE_GB,
-            origin=origin_of(self._setup.parts, self._target, recorder.kv_layers),
+            origin=origin_of(self.setup.parts, self._target, recorder.kv_layers),
             layers=recorder.layers,
         )
 
     def _eval_prompt(self, prompt: Prompt) -> EncodedPrompt:
         """Return what the target continues: a prompt, or with --train-target the first half of a text."""
-        parts = self._setup.parts
+        parts = self.setup.parts
         if self._settings.train_target is None:
             encoded = self._encode(prompt)
             return encoded._replace(tokens=encoded.tokens[: parts.context // 2])
@@ -331,7 +337,7 @@ class Training:
 
     def _write_draft(self, evaluation: Mapping[str, Any]) -> None:
         """Write the draft, a JSON file that describes the training, and a model card."""
-        self._setup.trainee.save(self._out)
+        self.setup.trainee.save(self._out)
         document = self._document(evaluation)
         facts = {**document, "arguments": as_json(self._settings), "data": _data_hashes(self._settings)}
         write(self._out / FACTS, json.dumps(facts, indent=2) + "\n")
@@ -347,12 +353,12 @@ class Training:
             "trained_target": None if self._settings.train_target is None else str(Path(self._settings.out) / TARGET),
             "cycles": self._cycle,
             "steps": self._trainer.step,
-            "parameters": sum(weight.numel() for weight in self._setup.trainee.module.parameters()),
+            "parameters": sum(weight.numel() for weight in self.setup.trainee.module.parameters()),
             "k": self._settings.k,
             "evaluation": dict(evaluation),
             "held_out_in_data": self._num_repeated,
             "seconds": round(perf_counter() - self._start_time, 1),
-            "hardware": machine.hardware(str(self._setup.parts.device)),
+            "hardware": machine.hardware(str(self.setup.parts.device)),
             "versions": machine.versions(),
             "commit": machine.commit(),
         }

@@ -1,6 +1,6 @@
 """Loads the target and makes the draft of a training."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from outrider.core.params import AUTO
@@ -9,7 +9,7 @@ from outrider.core.proposer import ProposerSetup
 from outrider.core.target import WeightSharer
 from outrider.core.types import SharedWeights
 from outrider.drafting.propose.registry import find_proposer
-from outrider.engine.build import EngineParts, build
+from outrider.engine.build import build
 from outrider.errors import OutriderError
 from outrider.models.loader.load import reads_sources
 from outrider.runtime.processes import local_device
@@ -22,63 +22,60 @@ from outrider.train.settings import DRAFT, Settings
 _BATCHED_TOKENS = 1024  # prompt tokens per round
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSetup:
-    """The engine with the target, and the draft to train."""
+    """The engine with the target, and the draft to train.
 
-    parts: EngineParts
+    Attributes:
+        parts: the engine and what it was made from.
+        tables: the weights of the target that the draft shares.
+        trainee: the draft.
+        recorder: the proposer of the engine. It records what the draft is trained with.
+    """
+
+    tables: SharedWeights
     trainee: DraftTrainee
     recorder: Recorder
-    tables: SharedWeights  # of the target
 
+    def __init__(self, kind: str, settings: Settings, target: Path, *, num_prompts: int) -> None:
+        """Load the target and make the draft.
 
-def make_train_setup(kind: str, settings: Settings, target: Path, *, num_prompts: int) -> TrainSetup:
-    """Load the target and make the draft.
+        The engine has slots for `settings.engine.max_num_seqs` sequences, but not for more than `num_prompts`.
 
-    The engine has slots for `settings.engine.max_num_seqs` sequences, but not for more than `num_prompts`.
+        Raises:
+            OutriderError: the target or the draft cannot be loaded, or they do not fit together.
+        """
+        if reads_sources(target):
+            _check_encoder_decoder(kind, settings)
+        self._kind = kind
+        self._settings = replace(settings, engine=replace(settings.engine, target=target))
+        config = replace(
+            self._settings.engine,
+            proposer=self._make_recorder,
+            k=AUTO,
+            verifier="walk",
+            device=local_device(settings.engine.device),
+            threads=None,  # set before
+            max_num_seqs=min(settings.engine.max_num_seqs, num_prompts),
+            max_num_batched_tokens=_BATCHED_TOKENS,
+            prefix_caching=False,
+        )
+        self.parts = build(config, planner=FixedPlanner(0) if settings.proposer == "none" else None)
 
-    Raises:
-        OutriderError: the target or the draft cannot be loaded, or they do not fit together.
-    """
-    created: list[tuple[DraftTrainee, Recorder, SharedWeights]] = []
-
-    def make_recorder(setup: ProposerSetup) -> Recorder:
+    def _make_recorder(self, setup: ProposerSetup) -> Recorder:
+        """Make the draft for the loaded target, and the proposer. `build` calls this once."""
         if setup.source_rules is not None and setup.source_rules.speech is not None:
             raise OutriderError(
                 "train reads sources of text, and this target is a speech model; use it with draft:DIR of a smaller one"
             )
-        tables = target_weights(setup)
+        self.tables = target_weights(setup)
         assert isinstance(setup.target, WeightSharer)
-        trainee: DraftTrainee
-        if settings.train_target is None:
-            trainee = make_trainee(kind, settings, setup, tables)
-        else:
-            placed = replace(settings, engine=replace(settings.engine, target=target))
-            trainee = JointTrainee(kind, placed, setup, tables)
-        layers = sorted({*trainee.aux_states.layers, setup.target.layers - 1})
-        kv_layers = sorted({view.layer for view in trainee.shared_kv})
-        proposer = find_proposer(settings.proposer, setup)
-        recorder = Recorder(proposer, layers, kv_view=tables.kv_view, kv_layers=kv_layers)
-        created.append((trainee, recorder, tables))
-        return recorder
-
-    config = replace(
-        settings.engine,
-        target=target,
-        proposer=make_recorder,
-        k=AUTO,
-        verifier="walk",
-        device=local_device(settings.engine.device),
-        threads=None,  # set before
-        max_num_seqs=min(settings.engine.max_num_seqs, num_prompts),
-        max_num_batched_tokens=_BATCHED_TOKENS,
-        prefix_caching=False,
-    )
-    if reads_sources(target):
-        _check_encoder_decoder(kind, settings)
-    parts = build(config, planner=FixedPlanner(0) if settings.proposer == "none" else None)
-    trainee, recorder, tables = created[0]
-    return TrainSetup(parts=parts, trainee=trainee, recorder=recorder, tables=tables)
+        make = make_trainee if self._settings.train_target is None else JointTrainee
+        self.trainee = make(self._kind, self._settings, setup, self.tables)
+        layers = sorted({*self.trainee.aux_states.layers, setup.target.layers - 1})
+        kv_layers = sorted({view.layer for view in self.trainee.shared_kv})
+        proposer = find_proposer(self._settings.proposer, setup)
+        self.recorder = Recorder(proposer, layers, kv_view=self.tables.kv_view, kv_layers=kv_layers)
+        return self.recorder
 
 
 def _check_encoder_decoder(kind: str, settings: Settings) -> None:

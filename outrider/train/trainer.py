@@ -71,6 +71,7 @@ class Trainer:
             lr: peak learning rate.
         """
         self.trainee = trainee
+        self.optimizer = Optimizer(trainee.module, lr=lr, vocab=len(trainee.ids))
         self.step = 0
         self._losses = losses
         # The length loss is that of the chain that is drafted. Other predictions then have the cross-entropy.
@@ -78,7 +79,6 @@ class Trainer:
         self._steps = steps
         self._decay = decay
         self._lr = lr
-        self._optimizer = Optimizer(trainee.module, lr=lr, vocab=len(trainee.ids))
         self._device = next(trainee.module.parameters()).device
         self._mixed_precision = matmul_dtype(self._device) is torch.bfloat16  # weights are float32
 
@@ -102,14 +102,14 @@ class Trainer:
         self._reduce(stats)
         norm = float(nn.utils.clip_grad_norm_(module.parameters(), 1.0))
         if not math.isfinite(stats.loss) or not math.isfinite(norm):
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             raise OutriderError(
                 f"the loss at step {self.step} is {stats.loss} and the norm of its gradient is"
                 f" {norm}; use a smaller --lr"
             )
         if stats.columns:
-            self._optimizer.step(self._lr * lr_factor(progress))
-        self._optimizer.zero_grad()
+            self.optimizer.step(self._lr * lr_factor(progress))
+        self.optimizer.zero_grad()
         self.step += 1
         return stats
 
@@ -168,7 +168,7 @@ class Trainer:
         """
         state = {
             "module": self.trainee.module.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "random": torch.get_rng_state(),
             **extra,
@@ -181,18 +181,10 @@ class Trainer:
                 " intact. Free some space and run the same command again"
             ) from error
 
-    def optimizer_state(self) -> list[dict[str, Any]]:
-        """Return the state of the optimizers, for a checkpoint of another program."""
-        return self._optimizer.state_dict()
-
-    def load_optimizer_state(self, state: list[dict[str, Any]]) -> None:
-        """Load what `optimizer_state` has returned."""
-        self._optimizer.load_state_dict(state)
-
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a state that `save` has written."""
         self.trainee.module.load_state_dict(state["module"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
         torch.set_rng_state(state["random"].cpu())
 

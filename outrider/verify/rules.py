@@ -18,6 +18,7 @@ from outrider.core.bound import Bound
 from outrider.core.noise import Noise
 from outrider.core.types import Draft, DraftKind, Draw, Packed, Verdict
 from outrider.verify.verdict import (
+    accept_chain,
     accept_path,
     accept_prefix,
     acceptable_nodes,
@@ -100,19 +101,12 @@ def rejection(draft: Draft, p: torch.Tensor, noise: Noise, *, lenience: float = 
     min(1, p / (lenience q)), which is not exact (Leviathan et al. 2023, appendix A.5).
     """
     q = draft_probs(draft, p)
-    acceptable = acceptable_nodes(draft, p)
-    accepted = torch.zeros_like(draft.count)
-    probs = p[:, 0]  # the bonus token is sampled from it
-    parent_accepted = torch.ones_like(draft.count, dtype=torch.bool)
-    for i in range(draft.size):
-        reached = parent_accepted & acceptable[:, i]
+
+    def step(i: int) -> tuple[torch.Tensor, torch.Tensor]:
         ratio = prob_of(p[:, i], draft.tokens[:, i]) / (lenience * prob_of(q[:, i], draft.tokens[:, i]))
-        accept = noise.bernoulli(masked_prob(ratio, reached), torch.full_like(accepted, i)) & reached
-        probs = torch.where(accept[:, None], p[:, i + 1], probs)
-        probs = torch.where((reached & ~accept)[:, None], normalize((p[:, i] - q[:, i]).clamp(min=0), p[:, i]), probs)
-        accepted = accepted + accept
-        parent_accepted = accept
-    return accept_prefix(draft, p, accepted, probs, noise)
+        return ratio, normalize((p[:, i] - q[:, i]).clamp(min=0), p[:, i])
+
+    return accept_chain(draft, p, noise, step)
 
 
 def block(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:

@@ -1,6 +1,6 @@
 """Helpers of the verification rules: draft distributions, acceptable nodes, and verdicts from accepted paths."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -12,6 +12,29 @@ from outrider.core.types import Draft, DraftKind, Verdict
 def accept_prefix(draft: Draft, p: torch.Tensor, accepted: torch.Tensor, probs: torch.Tensor, noise: Noise) -> Verdict:
     """Accept the first `accepted` [B] draft tokens of chains and sample the bonus token from `probs` [B, V]."""
     return verdict_of(draft, p, prefix_of(draft, accepted), accepted, noise.sample(probs, accepted))
+
+
+def accept_chain(
+    draft: Draft, p: torch.Tensor, noise: Noise, step: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+) -> Verdict:
+    """Accept the draft tokens of chains in order, up to the first rejection.
+
+    `step(i)` returns the probability [B] to accept node i, and the distribution [B, V] of the bonus token if it is
+    rejected.
+    """
+    acceptable = acceptable_nodes(draft, p)
+    accepted = torch.zeros_like(draft.count)
+    probs = p[:, 0]  # the bonus token is sampled from it
+    parent_accepted = torch.ones_like(draft.count, dtype=torch.bool)
+    for i in range(draft.size):
+        reached = parent_accepted & acceptable[:, i]
+        chance, residual = step(i)
+        accept = noise.bernoulli(masked_prob(chance, reached), torch.full_like(accepted, i)) & reached
+        probs = torch.where(accept[:, None], p[:, i + 1], probs)
+        probs = torch.where((reached & ~accept)[:, None], residual, probs)
+        accepted = accepted + accept
+        parent_accepted = accept
+    return accept_prefix(draft, p, accepted, probs, noise)
 
 
 def accept_path(draft: Draft, p: torch.Tensor, at: torch.Tensor, probs: torch.Tensor, noise: Noise) -> Verdict:

@@ -105,7 +105,7 @@ def test_the_head_of_a_cell_leaves_the_draft_model_as_it_was(run):
 def watched(tmp_path, monkeypatch):
     """Return a function that runs cells in a process that fails in some of them."""
     monkeypatch.setattr(cells, "start", failing_worker.start)
-    monkeypatch.setattr(cells, "_GRACE", 0.3)
+    monkeypatch.setattr(cells, "GRACE", 0.3)
 
     def watched(*names, seconds=60):
         run = cells.Run(out=tmp_path / "out.json", options={}, end=monotonic() + seconds)

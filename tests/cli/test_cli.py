@@ -20,7 +20,7 @@ from outrider import Constraint, OutriderError, SamplingParams
 from outrider.cli import terminal
 from outrider.cli.app import app
 from outrider.cli.options import PromptOptions
-from outrider.cli.output import Output
+from outrider.cli.output import Output, Painter
 from outrider.cli.run import converse
 from outrider.cli.sampling_options import ConstraintOptions, SamplingOptions
 from outrider.cli.source import SourceOptions
@@ -284,12 +284,11 @@ def test_error_of_binary_input():
 
 def test_interrupt_prints_nothing(monkeypatch):
     """The interrupt is in the middle of a completion."""
-    from outrider.cli.output import Output
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Output, "write", interrupt)
+    monkeypatch.setattr(Painter, "write", interrupt)
     result = invoke("run", CODE)
     assert result.exit_code == 130
     assert not result.output

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.core.constraint import Constraint
-from outrider.core.grammar import Grammars, _failure
+from outrider.core.grammar import Grammars, grammar_error
 from outrider.core.guidance_tokenizer import GuidanceTokenizer
 from outrider.core.params import SamplingParams
 from outrider.core.proposer import NoProposer
@@ -295,7 +295,7 @@ def test_faults_are_not_blamed_on_the_user(setup):
     matcher = grammars.compile(Constraint.regex("ab+")).start(ends)
     with pytest.raises(Fault, match="fault of Outrider"):
         matcher.advance(UNUSED)
-    assert "simplify" in str(_failure("parser error: Too many items"))
+    assert "simplify" in str(grammar_error("parser error: Too many items"))
     with pytest.raises(OutriderError, match="allows no token"):
         grammars.compile(Constraint.json_schema(json.dumps({"$ref": "#"})))
 

@@ -385,11 +385,17 @@ def test_grammar_that_cannot_be_started_ends_only_its_sequence(grammars, monkeyp
     (alone,), _ = texts(grammars, [valid], "draft")
     grammar = grammars.compile(failing)
     monkeypatch.setattr(grammar, "start", lambda ends: (_ for _ in ()).throw(OutriderError("too complex")))
-    engine = make_engine(grammar_cases.WordTarget(), PROPOSERS["draft"], rows=2)
-    if raises:  # in the round in which the sequence ends
-        proposer, failed = engine._proposer, []
-        propose = proposer.propose
-        monkeypatch.setattr(proposer, "propose", lambda batch: propose(batch) if failed else failed.append(1) or 1 / 0)
+    failed = []
+
+    def make(setup):
+        proposer = PROPOSERS["draft"](setup)
+        if raises:  # in the round in which the sequence ends
+            propose = proposer.propose
+            proposer.propose = lambda batch: propose(batch) if failed else failed.append(1) or 1 / 0
+        return proposer
+
+    engine = make_engine(grammar_cases.WordTarget(), make, rows=2)
+    if raises:
         monkeypatch.setattr(engine, "step", lambda step=engine.step: recovering(engine, step))
     params = [SamplingParams(seed=7, constraint=constraint) for constraint in (failing, valid, failing, failing)]
     seqs = grammar_cases.complete(engine, grammars, [[5, 6]] * 4, params)

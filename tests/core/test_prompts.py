@@ -18,7 +18,7 @@ CALLERS = {
     "llm": lambda llm, tokenizer: llm.encode_chat(MESSAGES),
     "audit": lambda llm, tokenizer: encode(tokenizer, MESSAGES),
     "train": lambda llm, tokenizer: encode_prompt(tokenizer, CONVERSATION),
-    "index": lambda llm, tokenizer: index._text_of(
+    "index": lambda llm, tokenizer: index.text_of(
         '{"messages": [{"role": "a", "content": "b"}]}', "x:1", None, tokenizer
     ),
     "bench": lambda llm, tokenizer: chat_text(tokenizer, MESSAGES, add_generation_prompt=True),

@@ -284,12 +284,12 @@ def test_settings_name_tables_by_absolute_paths(tmp_path, monkeypatch):
 
 
 def test_the_log_probability_of_a_token_that_p_excludes_is_null_in_json(pair):
-    from outrider.cli.output import _logprob_entry
+    from outrider.cli.output import logprob_entry
 
     llm = load(pair, "bins:distance=9,first=4,last=60")
     params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0)
     entries = [entry for each in llm.generate(PROMPTS, params) for entry in each.logprobs]
-    values = [_logprob_entry(entry)["sampled_logprob"] for entry in entries]
+    values = [logprob_entry(entry)["sampled_logprob"] for entry in entries]
     assert None in values
     assert 0.0 in values
     assert all(entry.logprob > -50 for entry in entries)

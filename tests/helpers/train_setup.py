@@ -86,13 +86,13 @@ def scatter(values, loss_mask):
 
 def record_gradients(trainer):
     """The gradients of all weights [*], a tensor for each step that the trainer makes from now on."""
-    gradients, move = [], trainer._optimizer.step
+    gradients, move = [], trainer.optimizer.step
 
     def step(lr):
         gradients.append(torch.cat([weight.grad.flatten() for weight in trainer.trainee.module.parameters()]))
         move(lr)
 
-    trainer._optimizer.step = step
+    trainer.optimizer.step = step
     return gradients
 
 

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 from outrider.core.config import EngineConfig
 from outrider.core.placement import PassEstimate
 from outrider.drafting.propose.placement import (
-    _pass_work,
     choose_placement,
     estimate_pass,
+    pass_work,
     place_draft_model,
     place_head,
 )
@@ -61,7 +61,7 @@ def test_text_of_a_placement():
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_bytes_that_a_token_reads(name, shelf):
-    size, layers, hidden = _pass_work(str(shelf.folder(name)), torch.bfloat16)
+    size, layers, hidden = pass_work(str(shelf.folder(name)), torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(shelf.folder(name))
     config = model.config
     assert (layers, hidden) == (config.num_hidden_layers, config.hidden_size)

@@ -77,7 +77,7 @@ def test_an_announcement_appears_if_the_stage_takes_long(monkeypatch):
             pass
         assert started[0].finished.is_set()  # it is cancelled
         assert lines == []
-        monkeypatch.setattr(bar, "_LINE_SECONDS", 0.0)
+        monkeypatch.setattr(bar, "LINE_SECONDS", 0.0)
         with stage("checking", announcement="checking x"):
             started[1].join()
     assert lines == ["checking x"]
@@ -94,7 +94,7 @@ def test_log_in_place_of_the_console(monkeypatch):
 
 
 def test_a_terminal_shows_the_innermost_stage(monkeypatch):
-    monkeypatch.setattr(bar, "_HIDDEN_SECONDS", 0.0)
+    monkeypatch.setattr(bar, "HIDDEN_SECONDS", 0.0)
     out = console(terminal=True)
     display = StageBar(out)
 
@@ -150,7 +150,7 @@ def test_a_load_counts_all_bytes(kernels, tmp_path):
 
 
 def test_a_command_shows_its_load_and_keeps_standard_output_clean(monkeypatch, tmp_path):
-    monkeypatch.setattr(bar, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(bar, "LINE_SECONDS", 0.0)
     folder = tiny.save(tmp_path / "model", tiny.EVERY["llama"]())
     command = [
         "run",

@@ -26,7 +26,7 @@ from outrider.models.torch.cuda_graphs import Graphs
 from outrider.runtime.ranks import current
 from tests.helpers.recorder import FakeRecorder
 
-REAL_RECORDER = make_torch._recorder
+REAL_RECORDER = make_torch.recorder_of
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 9, 5, 6], [100, 101], [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2]]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),
@@ -64,7 +64,7 @@ def _fail() -> None:
 def _record(kind: str | None) -> list[FakeRecorder]:
     """Let targets with kernels auto record their passes on a CPU. Return the list of their recorders, which grows."""
     recorders: list[FakeRecorder] = []
-    make_torch._recorder = REAL_RECORDER
+    make_torch.recorder_of = REAL_RECORDER
     if kind is None:
         return recorders
 
@@ -72,7 +72,7 @@ def _record(kind: str | None) -> list[FakeRecorder]:
         recorders.append(FakeRecorder() if kind == "works" else _FailingRecorder(kind))
         return recorders[-1]
 
-    make_torch._recorder = recorder
+    make_torch.recorder_of = recorder
     return recorders
 
 

@@ -139,7 +139,7 @@ def test_target_embeddings_and_lm_head_use_adamw(nano):
     trainer = Trainer(trainee, losses=parse("ce"), steps=1, decay=1.0, lr=1e-4)
     adamw, muon = (
         {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for optimizer in trainer._optimizer._optimizers
+        for optimizer in trainer.optimizer.optimizers
     )
     assert id(trainee.module["target"].get_output_embeddings().weight) in adamw
     assert id(trainee.module["target"].model.layers[0].mlp.up_proj.weight) in muon
@@ -269,8 +269,8 @@ def check_pair(folder):
 
 def test_training_uses_whole_texts_and_evaluation_their_first_half(data, tmp_path):
     training = Training("mtp", make_run_settings(data, tmp_path, eval_data=data, epochs=1))
-    tokenizer = training._setup.parts.tokenizer
-    schedule = training._schedule
+    tokenizer = training.setup.parts.tokenizer
+    schedule = training.schedule
     samples = [sample for cycle in range(schedule.num_cycles) for sample in schedule.samples(cycle)]
     assert sorted(sample.id for sample in samples) == list(range(6))
     by_number = {sample.id: tokenizer.decode(list(sample.tokens)) for sample in samples}
@@ -278,7 +278,7 @@ def test_training_uses_whole_texts_and_evaluation_their_first_half(data, tmp_pat
     assert by_number[5].count("<|assistant|>") == 1
     assert "5" in by_number[5]
     samples.sort(key=lambda sample: sample.id)
-    eval_lengths = [len(prompt.tokens) for prompt in training._evaluator._prompts]
+    eval_lengths = [len(prompt.tokens) for prompt in training.evaluator.prompts]
     assert eval_lengths == [len(sample.tokens) // 2 for sample in samples]
 
 

@@ -82,10 +82,10 @@ def _states_of(config, tokens, layers):
 )
 def test_head_for_a_gguf_file(kind, kernels, file, data, tmp_path):
     training = Training(kind, _settings(data, tmp_path, file, kernels=kernels))
-    target = training._setup.parts.target
+    target = training.setup.parts.target
     assert target.kernels == ("native Q4_0" if kernels == "native" else "torch")
-    sample = training._schedule.samples(0)[0]
-    layers = training._setup.recorder.layers
+    sample = training.schedule.samples(0)[0]
+    layers = training.setup.recorder.layers
     states = _states_of(EngineConfig(target=file, kernels=kernels, max_num_seqs=1), sample.tokens[:-1], layers)
     assert torch.allclose(sample.states.float(), states.float(), rtol=0.02, atol=0.02)
     document, _ = training.run()
@@ -140,9 +140,9 @@ def test_target_in_blocks_cannot_be_trained(file, data, tmp_path):
 @pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_compiler), "torch"])
 def test_head_for_a_target_that_is_quantized_when_it_is_loaded(kernels, folder, data, tmp_path):
     training = Training("mtp", _settings(data, tmp_path, folder, quantize="int4", kernels=kernels, proposer="none"))
-    assert training._setup.parts.target.kernels == f"{kernels} int4"
-    sample = training._schedule.samples(0)[0]
-    layers = training._setup.recorder.layers
+    assert training.setup.parts.target.kernels == f"{kernels} int4"
+    sample = training.schedule.samples(0)[0]
+    layers = training.setup.recorder.layers
     errors = {}
     for quantize in ("int4", None):
         config = EngineConfig(target=folder, dtype="bfloat16", kernels=kernels, quantize=quantize, max_num_seqs=1)

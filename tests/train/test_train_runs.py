@@ -153,7 +153,7 @@ def test_random_numbers_depend_only_on_the_cycle(data, tmp_path, monkeypatch):
 
 def test_engine_has_no_more_slots_than_prompts(data, tmp_path):
     training = Training("mtp", _settings(data, tmp_path, max_num_seqs=10**9))
-    assert training._setup.parts.target.slots == len(TEXTS)  # the data has one more prompt, which is held out
+    assert training.setup.parts.target.slots == len(TEXTS)  # the data has one more prompt, which is held out
 
 
 @pytest.mark.heavy
@@ -319,7 +319,7 @@ def test_finished_training_restores_missing_files(data, finished, uninterrupted)
 
 
 def _num_rounds(training):
-    return training._setup.parts.engine.stats.rounds
+    return training.setup.parts.engine.stats.rounds
 
 
 @pytest.mark.slow
@@ -350,7 +350,7 @@ def test_feature_cache_saves_passes_and_does_not_change_the_weights(data, tmp_pa
 
 def test_every_epoch_uses_all_prompts(data, tmp_path):
     training = Training("mtp", _settings(data, tmp_path, epochs=3, answers_per_prompt=2))
-    schedule = training._schedule
+    schedule = training.schedule
     epochs = []
     for epoch in range(3):
         epochs.append([*schedule.samples(2 * epoch), *schedule.samples(2 * epoch + 1)])
@@ -359,7 +359,7 @@ def test_every_epoch_uses_all_prompts(data, tmp_path):
     assert answers[0] == answers[2]
     assert answers[0] != answers[1]
     # Equal prompts get different answers.
-    equal_prompts = [i for i, prompt in schedule._source._prompts.items() if len(prompt) == 2]
+    equal_prompts = [sample.id for sample in epochs[0] if sample.prompt == 2]
     assert len({answers[0][i] for i in equal_prompts}) == len(equal_prompts) > 1
     steps = schedule.steps(epochs[0], 0)
     assert len(steps) == 2
@@ -370,7 +370,7 @@ def test_draft_vocabulary_has_the_most_frequent_tokens(data, uninterrupted, tmp_
     folder = uninterrupted("dspark", **OPTIONS["dspark"])
     head = read_head(folder, dtype=torch.float32, device=torch.device("cpu"))
     settings = _settings(data, folder, **OPTIONS["dspark"])
-    samples = Training("dspark", settings)._schedule.samples(0)
+    samples = Training("dspark", settings).schedule.samples(0)
     expected = most_frequent_tokens(samples, 12288, 500, torch.device("cpu"))
     assert torch.equal(head.ids, expected)
     draft = uninterrupted("draft", **OPTIONS["draft"])
@@ -384,8 +384,8 @@ def test_answers_end_at_end_of_text_unless_ignore_eos(data, tmp_path):
     for ignore_eos in (False, True):
         settings = _settings(data, tmp_path / str(ignore_eos), ignore_eos=ignore_eos, max_tokens=64)
         training = Training("mtp", settings)
-        samples = [sample for cycle in range(2) for sample in training._schedule.samples(cycle)]
-        end_ids = training._setup.parts.end_ids
+        samples = [sample for cycle in range(2) for sample in training.schedule.samples(cycle)]
+        end_ids = training.setup.parts.end_ids
         has_end[ignore_eos] = [
             any(token in end_ids for token in sample.tokens[sample.prompt : -1]) for sample in samples
         ]
@@ -437,10 +437,9 @@ def test_output_must_be_a_folder(suffix, message, data, monkeypatch):
 
 
 def test_repeated_evaluation_prompts_are_reported(data, tmp_path, caplog):
-    training = Training("mtp", _settings(data, tmp_path / "a", eval_data=data, max_num_seqs=2))
+    Training("mtp", _settings(data, tmp_path / "a", eval_data=data, max_num_seqs=2))
     (message,) = (record.getMessage() for record in caplog.records)
     assert message.startswith("8 of the 8 evaluation prompts are also training prompts")
-    assert training._document({})["held_out_in_data"] == 8
 
 
 def test_cut_prompts_are_reported(tmp_path, caplog):

@@ -52,7 +52,7 @@ def measure_pass(target: Target) -> PassCost:
     return times.cost()
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
     """The input of a measured pass."""
 
     tokens: int
@@ -70,9 +70,9 @@ class Measured:
     passes: int  # how many were measured
 
     @property
-    def shape(self) -> _Shape:
+    def shape(self) -> Shape:
         each = self.sample
-        return _Shape(each.tokens, each.seqs, each.cached, each.equal, each.scored)
+        return Shape(each.tokens, each.seqs, each.cached, each.equal, each.scored)
 
 
 class PassTimes:
@@ -108,25 +108,25 @@ class PassTimes:
     @torch.inference_mode()
     def check(self, tokens: int) -> float:
         """Measure a pass over one sequence again, and return the ratio to its known time."""
-        known = self.known[_Shape(tokens, 1)].sample.seconds
-        return min(self._run(_Shape(tokens, 1)) for _ in range(_CHECKS)) / known
+        known = self.known[Shape(tokens, 1)].sample.seconds
+        return min(run_pass(self._target, Shape(tokens, 1)) for _ in range(_CHECKS)) / known
 
     def check_seconds(self, tokens: int) -> float:
         """Return how long `check` takes."""
-        return _CHECKS * self.known[_Shape(tokens, 1)].sample.seconds
+        return _CHECKS * self.known[Shape(tokens, 1)].sample.seconds
 
     def has(self, tokens: int) -> bool:
         """Return whether a pass over this many tokens of one sequence was measured."""
-        return _Shape(tokens, 1) in self.known
+        return Shape(tokens, 1) in self.known
 
-    def _next(self, left: float) -> _Shape | None:
+    def _next(self, left: float) -> Shape | None:
         """Return the shape to measure next in `left` seconds, or None."""
         for shape in self._shapes[:2]:
             if shape not in self.known:
                 return shape
         cost = self.cost()
 
-        def expected(shape: _Shape) -> float:
+        def expected(shape: Shape) -> float:
             seconds = cost(shape.tokens, seqs=shape.seqs, cached=shape.cached)
             return seconds if seconds > _SHORT else 2 * seconds
 
@@ -138,14 +138,14 @@ class PassTimes:
         ]
         return min(open_shapes, key=self._passes, default=None)  # of several, the first one
 
-    def _passes(self, shape: _Shape) -> int:
+    def _passes(self, shape: Shape) -> int:
         return self.known[shape].passes if shape in self.known else 0
 
-    def _time(self, shape: _Shape) -> float:
+    def _time(self, shape: Shape) -> float:
         """Measure a shape. Return the seconds that it took."""
-        seconds = spent = self._run(shape)
+        seconds = spent = run_pass(self._target, shape)
         if seconds < _SHORT:
-            seconds = self._run(shape)
+            seconds = run_pass(self._target, shape)
             spent += seconds
         experts = _touched_experts(self._target)
         before = self.known.get(shape)
@@ -154,13 +154,8 @@ class PassTimes:
         self.known[shape] = Measured(sample=sample, passes=self._passes(shape) + 1)
         return spent
 
-    def _run(self, shape: _Shape) -> float:
-        if not shape.scored:
-            return _measure_prefill(self._target, shape.tokens)
-        return _measure(self._target, shape.seqs, shape.tokens, shape.cached, shape.equal)
 
-
-def _shapes_by_importance(target: Target) -> Iterator[_Shape]:
+def _shapes_by_importance(target: Target) -> Iterator[Shape]:
     """Yield all shapes of a target, the most important ones first."""
     empty = {shape.tokens: shape for shape in _shapes_without_cached_tokens(target)}
     first = [empty.pop(tokens) for tokens in _FIRST if tokens in empty]
@@ -169,24 +164,24 @@ def _shapes_by_importance(target: Target) -> Iterator[_Shape]:
     if isinstance(target, ExpertCounter) and target.touched_experts() is not None:
         for tokens in _EQUAL:
             if tokens < context:
-                yield _Shape(tokens, 1, equal=True)
+                yield Shape(tokens, 1, equal=True)
     if target.cache.usage().token_bytes:  # otherwise passes do not depend on the cached tokens
         yield from _deep_shapes(target)
     # A draft head computes logits for the last token only. A draft that shares the target's cache has no prefill.
     if not isinstance(target, HeadTarget) and not isinstance(target.cache, SharedCache):
-        yield _Shape(min(_PREFILL, context - 1), 1, scored=False)
+        yield Shape(min(_PREFILL, context - 1), 1, scored=False)
     yield from empty.values()
 
 
-def _deep_shapes(target: Target) -> Iterator[_Shape]:
+def _deep_shapes(target: Target) -> Iterator[Shape]:
     """Yield the shapes with a filled cache."""
     context = context_of(target)
     for tokens, seqs in sorted({(1, 1), (8, 1), (min(target.slots, 4), min(target.slots, 4))}):
         cached = min(_DEEP, context - 1 - tokens)
         if cached > 0:
-            yield _Shape(tokens, seqs, cached)
+            yield Shape(tokens, seqs, cached)
         if seqs == 1 and context > 2 * _DEEP:
-            yield _Shape(tokens, seqs, min(_DEEPEST, context - 1 - tokens))
+            yield Shape(tokens, seqs, min(_DEEPEST, context - 1 - tokens))
 
 
 def context_of(target: Target) -> int:
@@ -195,13 +190,13 @@ def context_of(target: Target) -> int:
     return target.context if window is None else window.size
 
 
-def _shapes_without_cached_tokens(target: Target) -> Iterator[_Shape]:
+def _shapes_without_cached_tokens(target: Target) -> Iterator[Shape]:
     """Yield the shapes with an empty cache. Few sequences share the tokens, as far as the context allows."""
     for tokens in _TOKENS:
         seqs = min(target.slots, -(-tokens // _MAX_PER_SEQUENCE) if tokens > _MAX_PER_SEQUENCE else 1)
         if tokens > seqs * (context_of(target) - 1) or tokens // seqs > 4 * _MAX_PER_SEQUENCE:
             return
-        yield _Shape(tokens, seqs)
+        yield Shape(tokens, seqs)
 
 
 def _touched_experts(target: Target) -> float:
@@ -209,31 +204,26 @@ def _touched_experts(target: Target) -> float:
     return (isinstance(target, ExpertCounter) and target.touched_experts()) or 0.0
 
 
-def _measure(target: Target, seqs: int, tokens: int, cached: int, equal: bool = False) -> float:
-    """Return the seconds of a pass over `tokens` of `seqs` sequences with `cached` tokens each."""
+def run_pass(target: Target, shape: Shape) -> float:
+    """Run a pass of an idle target, and return its seconds. The contents of the cache are lost."""
+    tokens, seqs = shape.tokens, shape.seqs
     shares = [tokens // seqs + (b < tokens % seqs) for b in range(seqs)]
     if isinstance(target, HeadTarget):
-        return _measure_head(target, shares, cached)
+        return _run_head(target, shares, shape.cached)
     ids = _random_ids(target, shares)
-    if equal:
+    if shape.equal:
         ids = tuple((row[0],) * len(row) for row in ids)
+    num_fed = 1 if shape.scored else tokens  # the other tokens are draft tokens
     batch = Batch(
         seqs=tuple(map(partial(_sequence, target), range(seqs))),
-        start=(cached,) * seqs,
-        feed=tuple(row[:1] for row in ids),
-        budget=DraftBudget(tuple(share - 1 for share in shares)),
+        start=(shape.cached,) * seqs,
+        feed=tuple(row[:num_fed] for row in ids),
+        budget=DraftBudget(tuple(max(share - num_fed, 0) for share in shares)),
     )
-    return _timed(target, batch, _draft([row[1:] for row in ids], target.device))
+    return _timed(target, batch, _draft([row[num_fed:] for row in ids], target.device))
 
 
-def _measure_prefill(target: Target, tokens: int) -> float:
-    """Return the seconds of a prefill of `tokens`."""
-    feed = _random_ids(target, [tokens])
-    batch = Batch(seqs=(_sequence(target, 0),), start=(0,), feed=feed, budget=DraftBudget((0,)))
-    return _timed(target, batch, tree.empty(1, target.device))
-
-
-def _measure_head(target: HeadTarget, shares: list[int], cached: int) -> float:
+def _run_head(target: HeadTarget, shares: list[int], cached: int) -> float:
     """Return the seconds of a pass of a draft head, which needs hidden states of the committed tokens."""
     batch = Batch(
         seqs=tuple(map(partial(_sequence, target), range(len(shares)))),

@@ -88,7 +88,7 @@ def place_draft_model(
                 f"draft_placement is {asked}, and the draft in {folder} cannot be split: {reason}; use auto"
             ) from None
         return replicated(folder, ranks.size, reason)
-    size, layers, hidden = _pass_work(folder, dtype)
+    size, layers, hidden = pass_work(folder, dtype)
     ranks.barrier()
     bandwidth = _read_bandwidth(int(size), device)
     ranks.barrier()
@@ -123,7 +123,7 @@ def _check_can_split(folder: str, ranks: int) -> None:
     check_plan(config, ranks, recurrent=is_recurrent(folder))
 
 
-def _pass_work(folder: str, dtype: torch.dtype) -> tuple[float, int, int]:
+def pass_work(folder: str, dtype: torch.dtype) -> tuple[float, int, int]:
     """Return the bytes of the weights that one token reads, the number of layers, and the width of hidden states.
 
     These are the layers and the LM head. Of the experts, a token reads its own.

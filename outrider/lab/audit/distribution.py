@@ -63,7 +63,7 @@ class DistributionResult:
 
 
 def check_distribution(pair: Pair, verifier: Verifier, *, k: int, samples: int, seed: int) -> DistributionResult:
-    """Test `verifier`, `walk`, and a rule that uses the proposer's q.
+    """Return the results of the tests of `verifier`, of `walk`, and of a rule that uses the proposer's q.
 
     The tests run at temperature 1 with the full vocabulary. All unlikely tokens are one outcome. `verifier` also runs
     on another prompt with top-k, where target and draft keep different tokens.
@@ -122,7 +122,7 @@ def outcome_of(text: Sequence[int], branches: Branches) -> Outcome:
 def _test(
     pair: Pair, branches: Branches, rule: Verifier, params: SamplingParams, *, k: int, samples: int, level: float
 ) -> SamplingTest:
-    """Run one test. It fails if its p-value is below `level`."""
+    """Return the result of one test. It fails if its p-value is below `level`."""
     requests = pair.requests(params, [pair.prompts[branches.prompt]] * samples)
     outputs = pair.speculative(requests, rule, k=k, enough=_DEPTH)
     expected = joint_distribution(pair, branches, params)
@@ -147,7 +147,7 @@ def _test(
 
 
 def _strongest_tests(pair: Pair, verifier: Verifier, *, k: int) -> list[Branches]:
-    """Order prompts for a test: first those with drafts, then by entropy.
+    """Return prompts in the order in which they suit a test: first those with drafts, then by entropy.
 
     Prompts with a near-tie at the edge of top-k come last, because rounding decides which token is possible.
     """
@@ -163,7 +163,7 @@ def _strongest_tests(pair: Pair, verifier: Verifier, *, k: int) -> list[Branches
 
 
 def grow(pair: Pair, prompt: int) -> Branches:
-    """Score the prompt with every likely beginning, each in a fresh prefill without speculation."""
+    """Return the logits after each likely beginning of an output, each from a fresh prefill without speculation."""
     logits: dict[Outcome, torch.Tensor] = {}
     likely: dict[Outcome, tuple[int, ...]] = {}
     waiting: list[Outcome] = [()]

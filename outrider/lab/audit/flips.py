@@ -114,7 +114,7 @@ class FlipResult:
 
 
 def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> ObservedOutputs:
-    """Generate greedy outputs with speculation and with plain decoding, and find the flips.
+    """Return the flips between greedy outputs of plain decoding, and those with speculation or in a batch.
 
     Args:
         pair: the pair, in the users' precision.
@@ -133,7 +133,7 @@ def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> Observ
 
 
 def explain_flips(exact: Pair, observed: ObservedOutputs) -> FlipResult:
-    """Measure the margin of every flip in float32. A flip that is not a near-tie fails the test."""
+    """Return every flip with its margin in float32. A flip that is not a near-tie fails the test."""
     flips = [_measure(exact, flip, observed.precision.dtype) for flip in observed.speculative.flips]
     plain_flips = [_measure(exact, flip, observed.precision.dtype) for flip in observed.plain_batched.flips]
     tokens = observed.speculative.tokens
@@ -153,7 +153,7 @@ def explain_flips(exact: Pair, observed: ObservedOutputs) -> FlipResult:
 def _follow(
     requests: Sequence[Request], plain: Sequence[Sequence[int]], run: Callable[[Sequence[Request]], Outputs]
 ) -> FlipReport:
-    """Compare another run with plain outputs. After a flip, the other run continues from the plain tokens."""
+    """Return the flips of another run against plain outputs. After a flip, it continues from the plain tokens."""
     flips: list[ObservedFlip] = []
     stats = Stats()
     begin = dict.fromkeys(range(len(plain)), 0)  # for each prompt, the first output token to compare
@@ -187,7 +187,7 @@ def _largest_margin(flips: Sequence[MeasuredFlip]) -> float:
 
 
 def _measure(exact: Pair, flip: ObservedFlip, dtype: torch.dtype) -> MeasuredFlip:
-    """Measure the margin of a flip in float32."""
+    """Return a flip with its margin in float32."""
     logits = exact.logits(flip.text)
     margin = abs(float(logits[flip.plain_token] - logits[flip.other_token]))
     tolerance = max(NEAR * torch.finfo(dtype).eps * float(logits.abs().max()), LOGITS)

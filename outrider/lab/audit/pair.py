@@ -96,14 +96,14 @@ class Pair:
         ]
 
     def plain(self, requests: Sequence[Request], *, alone: bool) -> Outputs:
-        """Run the requests with plain decoding."""
+        """Return the outputs of the requests with plain decoding."""
         engine = self._engine(NoProposer(self._setup), EXACT["walk"], 0)
         return self._run(engine, requests, alone=alone)
 
     def speculative(
         self, requests: Sequence[Request], verifier: Verifier, *, k: int, alone: bool = False, enough: int | None = None
     ) -> Outputs:
-        """Run the requests with speculation.
+        """Return the outputs of the requests with speculation.
 
         Args:
             verifier: the verifier, which decides how the proposer chooses draft tokens.
@@ -177,7 +177,7 @@ class Pair:
 
     @torch.inference_mode()
     def _run(self, engine: Engine, requests: Sequence[Request], *, alone: bool, enough: int | None = None) -> Outputs:
-        """Run the requests, one at a time or in a batch. `enough` tokens end a request."""
+        """Return the outputs of the requests, one at a time or in a batch. `enough` tokens end a request."""
         tokens: dict[int, tuple[int, ...]] = {}
         for group in [[request] for request in requests] if alone else [requests]:
             for seqs in drive(engine, list(map(engine.add, group))):
@@ -216,7 +216,7 @@ class _TreeRecorder:
 
 
 def _load(config: EngineConfig, spec: str | Maker) -> tuple[Checkpoint, EngineConfig]:
-    """Load the target. Also returns the configuration with which it is prepared.
+    """Return the target, and the configuration with which it is prepared.
 
     Quantized weights in float32 are already quantized, so the target is prepared as one with weights as stored.
     """
@@ -243,7 +243,7 @@ def _context(checkpoint: Checkpoint, prompts: Sequence[Sequence[int]], room: int
 
 
 def widen(checkpoint: Checkpoint, bits: int) -> Checkpoint:
-    """Quantize a model as on torch, and keep the quantized weights in float32."""
+    """Return a model that is quantized as on torch, with the values of the quantized weights in float32."""
     quantize_model(checkpoint.model, bits)
     for module in list(checkpoint.model.modules()):
         for name, child in list(module.named_children()):

@@ -22,7 +22,7 @@ DEFAULT: tuple[Prompt, ...] = (
 
 
 def read_prompts(path: str | None) -> tuple[Prompt, ...]:
-    """Read prompts from JSON lines with `prompt` or `messages`. None: the default prompts.
+    """Return the prompts of a file of JSON lines with `prompt` or `messages`. None: the default prompts.
 
     Raises:
         OutriderError: the file cannot be read, or a line has not exactly one of the two fields.
@@ -34,7 +34,7 @@ def read_prompts(path: str | None) -> tuple[Prompt, ...]:
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
-    """Encode a prompt. Messages use the chat template."""
+    """Return the tokens of a prompt. Messages use the chat template. Raises OutriderError if there are none."""
     if isinstance(prompt, str):
         tokens = text_tokens(tokenizer, prompt)
     elif getattr(tokenizer, "chat_template", None) is None:

@@ -80,7 +80,7 @@ def cases(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int]) -> I
 
 
 def replay(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int], tokens: int, seed: int) -> ReplayResult:
-    """Compare every case with plain decoding, token by token.
+    """Return the differences of every case from plain decoding, token by token.
 
     Args:
         pair: in float32, or on kernels without batch effects.

@@ -71,7 +71,7 @@ class _Audit:
         return int(self.settings.engine.k)
 
     def run(self) -> AuditResult:
-        """Run all tests. The result has neither the names of the models nor the time."""
+        """Return the results of all tests, without the names of the models and the time."""
         observed, pair = self._observe()
         if pair is None:  # its memory is free now, so that only one target is loaded at a time
             pair = self._load("float32")
@@ -95,7 +95,7 @@ class _Audit:
         )
 
     def _observe(self) -> tuple[ObservedOutputs, Pair | None]:
-        """Find flips in the users' precision. Also returns the pair, if the other tests can use it."""
+        """Return the flips in the users' precision, and the pair if the other tests can use it."""
         pair = self._load("auto")
         with stage("flips"):
             observed = find_flips(pair, self.rule, k=self.k, tokens=self.settings.tokens * _FLIP_FACTOR)

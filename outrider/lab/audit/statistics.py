@@ -31,7 +31,7 @@ class Interval:
 
 
 def g_test(observed: Sequence[int], expected: Sequence[float]) -> GTest:
-    """Test whether counts come from a distribution (Sokal & Rohlf 1995, Biometry, ch. 17.1).
+    """Return the G-test of counts against a distribution (Sokal & Rohlf 1995, Biometry, ch. 17.1).
 
     G = 2 sum_i O_i ln(O_i / E_i) has approximately a chi-square distribution. Cells with fewer than 5 expected
     observations are pooled. The p-value is that of G / w, with w = 1 + (sum_i 1 / p_i - 1) / (6 n (c - 1)) over the c
@@ -137,7 +137,7 @@ def _checked(observed: Sequence[int], expected: Sequence[float]) -> list[tuple[i
 
 
 def _pool(cells: Sequence[tuple[int, float]], total: int) -> list[tuple[int, float]]:
-    """Pool cells with too few expected observations. If the pool is still too small, add the smallest other cells."""
+    """Return cells in which those with too few expected observations are one, if needed with the next smallest ones."""
     ordered = sorted(cells, key=lambda cell: cell[1], reverse=True)
     large = [cell for cell in ordered if cell[1] * total >= _MIN_EXPECTED]
     small = ordered[len(large) :]

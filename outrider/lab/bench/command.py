@@ -31,10 +31,10 @@ def replay(settings: Settings, *, as_json: bool) -> None:
 
 
 def measure(settings: Settings, *, as_json: bool) -> None:
-    """Measure speculation, print the results, and write the report if there is to be one."""
+    """Measure speculation, print the results, and write the report of --report."""
     report = settings.report
     if report:
-        check_report(report)  # before the measurement rather than after it
+        check_report(report)  # here, so that a mistake is reported before the measurement
     result = run_bench(settings, progress=Console(stderr=True))
 
     def tables(_: Document, console: Console) -> None:

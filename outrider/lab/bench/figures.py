@@ -110,7 +110,7 @@ class Comparison:
 
 
 def compare(trials: Sequence[Trial], k: int | str, bound: Bound | None = None) -> dict[str, Comparison]:
-    """Compare plain decoding with draft length `k`: by category, and over all categories under "overall".
+    """Return the comparison of draft length `k` with plain decoding: by category, and of all under "overall".
 
     Args:
         trials: each of prompts of one category.
@@ -131,8 +131,7 @@ def mean_cached(trials: Sequence[Trial], *, seqs: int) -> float:
 def expected_speedup(plain: Stats, speculative: Stats) -> float | None:
     """Return the speedup that follows from measured acceptance and costs, or None if too little was measured.
 
-    A pass without a draft counts as one whose first draft token was rejected. The formula so holds without a case for
-    it.
+    A pass without a draft counts as one whose first draft token was rejected, so the formula needs no case for it.
     """
     if not plain.rounds or not speculative.rounds or not plain.seconds:
         return None

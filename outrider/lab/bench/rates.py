@@ -30,7 +30,7 @@ class Rates:
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Measure both rates. A processor without instructions for `dtype` multiplies in float32 faster."""
+    """Return both rates, measured. A processor without instructions for `dtype` multiplies in float32 faster."""
     gemm = max(gemm_rate(device, kind) for kind in {dtype, torch.float32})
     return Rates(read=read_bandwidth(device), gemm=gemm)
 

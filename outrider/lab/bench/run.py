@@ -38,7 +38,7 @@ from outrider.runtime.progress import stage
 
 
 def run_bench(settings: Settings, *, progress: Console) -> Result:
-    """Measure plain and speculative decoding in turns.
+    """Return the results of plain and speculative decoding, measured in turns.
 
     Args:
         settings: what to measure.
@@ -110,7 +110,7 @@ def _read_prompts(settings: Settings) -> list[Prompt]:
 
 
 def load(settings: Settings) -> LLM:
-    """Load the models to measure. Each draft length gets a planner of its own."""
+    """Return the `LLM` of the models to measure. Each draft length gets a planner of its own later."""
     config = replace(
         settings.engine,
         plan=None,  # the plan of k auto is restored when its planner is made

@@ -69,7 +69,7 @@ class Connection:
 
 @asynccontextmanager
 async def open_connection(headers: Mapping[str, str], timeout: float) -> AsyncIterator[Connection]:
-    """Open connections without a limit of their number.
+    """Yield a client that opens as many connections as it needs.
 
     Args:
         headers: of every request.

@@ -85,7 +85,7 @@ class Speculation:
 
 
 def read_speculation(text: str) -> Speculation:
-    """Read the Prometheus text format.
+    """Return the counters of speculation in a text in the Prometheus format.
 
     Raises:
         OutriderError: the text is in another format, or the parser is not installed.

@@ -138,7 +138,7 @@ class Server:
 
 @asynccontextmanager
 async def connect(url: str, *, api_key: str = "", timeout: float = 300.0) -> AsyncIterator[Server]:
-    """Connect to a server.
+    """Yield a connection to a server.
 
     Args:
         url: its base URL, with or without /v1.
@@ -171,7 +171,7 @@ async def find_model(server: Server, name: str | None) -> str:
 
 
 def retries_text(count: int) -> str:
-    """Say how many times a request was sent again."""
+    """Return the sentence that says how many times a request was sent again."""
     return f"Requests sent again, because the server had closed their idle connections: {count}."
 
 

@@ -1,9 +1,11 @@
 """How commands reach a server of OpenAI's API."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
 from outrider.core.option import SERVER, Option
+from outrider.errors import OutriderError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,3 +18,10 @@ class ClientSettings:
     """API key for the server."""
     timeout: Annotated[float, Option(panel=SERVER, min=0.1)] = 300.0
     """Seconds until a request fails."""
+
+
+def refuse(names: Iterable[str], server: str | None) -> None:
+    """Raise OutriderError for the first of these options. They have no effect with --server, or without it."""
+    fix = "does not go with --server; leave it out" if server else "needs --server; give it, or leave it out"
+    for name in names:
+        raise OutriderError(f"--{name.replace('_', '-')} {fix}")

@@ -8,7 +8,7 @@ from outrider.core.option import MEASURE, SAMPLING, Option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSettings:
-    """The prompts, and their answers."""
+    """Which prompts are answered, and how."""
 
     prompts: Annotated[str | None, Option("FILE", MEASURE)] = None
     """JSON lines with prompt or messages, or for an encoder-decoder target source, and optionally category. Files of
@@ -24,7 +24,7 @@ class PromptSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedSettings(PromptSettings):
-    """The prompts, which are measured several times."""
+    """The same for prompts that are measured several times."""
 
     repeats: Annotated[int, Option(panel=MEASURE)] = 3
     """How often each prompt is measured."""

@@ -71,7 +71,7 @@ class Timeline:
 
 
 def run_jobs(llm: LLM, jobs: Sequence[Job]) -> Timeline:
-    """Complete the prompts of all jobs together.
+    """Complete the prompts of all jobs together, and return when their tokens came.
 
     Raises:
         OutriderError: a prompt does not fit the model, or could not be completed.

@@ -96,7 +96,7 @@ def label(proposer: str, draft_quantize: str | None) -> str:
 
 
 def run(llm: LLM, variant: Variant, batch: PromptBatch, repeat: int = 0) -> Trial:
-    """Complete the prompts of a batch together."""
+    """Complete the prompts of a batch together, and return the figures of this run."""
     timeline = run_jobs(llm, batch.jobs)
     thirds = [list(map(partial(timeline.passes, seq), split(seq.rounds))) for seq in timeline.seqs]
     categories = {}

@@ -52,7 +52,7 @@ class Turns:
     engine_for: Callable[[Variant], LLM]  # makes an engine whose proposer knows no outputs
     repeats: int
     store: Store = field(default_factory=Memory)  # runs in it are not repeated
-    max_seconds: float = math.inf  # the conditions share them; the first batch of each runs in spite of it
+    max_seconds: float = math.inf  # the conditions share them; the first batch of each runs in any case
 
     def run(self) -> Iterator[tuple[Condition, Sequence[Trial]]]:
         """Run everything, and yield the runs by batch of prompts.
@@ -93,7 +93,7 @@ class Turns:
     ) -> Iterator[Sequence[Trial]]:
         """Run all variants on each batch of prompts, and yield the runs of each batch.
 
-        A batch begins if it ends before the deadline, should it take as long as the one before.
+        A batch begins only if it ends before the deadline, assuming that it takes as long as the last one.
         """
         pairs: list[tuple[Variant, LLM]] = []
         took = 0.0  # seconds of the last batch

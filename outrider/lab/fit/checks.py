@@ -25,7 +25,7 @@ _SMALL_FILES = 10_000_000  # state, log, prompts and configuration
 
 
 def target_size(folder: Path) -> TargetSize:
-    """Read the sizes of a target from its config."""
+    """Return the sizes of a target, from its config."""
     text = read_model_config(folder).get_text_config(decoder=True)
     return TargetSize(hidden=text.hidden_size, layers=text.num_hidden_layers, vocab=text.vocab_size)
 
@@ -57,7 +57,7 @@ def check_drafts(settings: Settings, proposers: Sequence[str]) -> None:
     """Check that the options of drafts have a draft: a proposer that needs no training, or the head.
 
     Raises:
-        OutriderError: nothing has one, or a head cannot read a window that is so small.
+        OutriderError: there is no draft, or a head cannot read so small a window.
     """
     window = settings.engine.draft_window
     if not settings.minutes:
@@ -86,7 +86,7 @@ def check_head(settings: Settings, size: TargetSize, plan: TrainingPlan) -> None
 
 
 def count_parameters(size: TargetSize, plan: TrainingPlan) -> int:
-    """Count the parameters of a head without making it. 0: its kind does not fit the target, as the training says."""
+    """Return the number of parameters of a head, without its weights. 0: its kind does not fit the target."""
     module = _empty_head(size, plan)
     return 0 if module is None else sum(weight.numel() for weight in module.parameters())
 

@@ -1,6 +1,6 @@
-"""From the results of the stages to an answer: what each option brings and costs, which one is chosen, and why.
+"""Computes the answer of a fit from the results of its stages: gain and cost of each option, and which one is chosen.
 
-Pure functions of the results, so that tests can make them up.
+The functions are pure, so that they can be tested on made-up results.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,7 +71,7 @@ class Outcome:
         }
 
     def sentences(self) -> Iterator[str]:
-        """Say which option was chosen and why, and how to use it."""
+        """Yield sentences that say which option was chosen and why, and how to use it."""
         yield self._choice()
         yield from self._training()
         yield from self._certificate()
@@ -165,7 +165,7 @@ class Outcome:
         )
 
     def _where(self) -> str:
-        """Say which prompts were measured."""
+        """Return the words for the prompts that were measured."""
         if self.final is None:
             return "the first measurement"
         held_out = self.prompts["held_out"]

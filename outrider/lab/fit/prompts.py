@@ -37,7 +37,7 @@ class PromptFiles:
 
 
 def read_split(file: str | None, *, batch: int, seed: int) -> PromptSplit:
-    """Read a file of prompts, and hold a quarter of them out, or up to half of a small set.
+    """Return the prompts of a file in two parts. A quarter of them is held out, or up to half of a small set.
 
     Args:
         file: JSON lines; None is the embedded set.
@@ -62,7 +62,7 @@ def read_split(file: str | None, *, batch: int, seed: int) -> PromptSplit:
 
 
 def write_files(split: PromptSplit, folder: Path, *, batch: int) -> PromptFiles:
-    """Write the parts into a folder, in the format of prompt files. Raises OutriderError if they cannot be written."""
+    """Write the parts into files in a folder, and return these. Raises OutriderError if they cannot be written."""
     make_folder(folder)
     parts = {
         "train": split.train,

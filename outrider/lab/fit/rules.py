@@ -66,7 +66,7 @@ class Gain(NamedTuple):
 def plan_training(
     head: str, size: TargetSize, *, minutes: float, prompts: int, max_tokens: int, tokens_per_s: float
 ) -> TrainingPlan:
-    """Choose the kind of head, and the size of a generation cycle.
+    """Return the kind of head to train, and the size of a generation cycle.
 
     A cycle takes about a sixteenth of the time or less, so that a slow target gets several cycles too.
 
@@ -95,7 +95,7 @@ def evaluation_tokens(tokens_per_s: float, *, minutes: float) -> int:
 
 
 def plan_certificate(samples: int, *, k: int, tokens_per_s: float, seconds: float) -> CertificatePlan | None:
-    """Choose how much a certificate tests, as far as time allows. None: the least takes longer.
+    """Return how much a certificate tests in the time. None: the smallest certificate takes longer.
 
     Args:
         samples: the most samples of each statistical test.
@@ -112,7 +112,7 @@ def plan_certificate(samples: int, *, k: int, tokens_per_s: float, seconds: floa
 
 
 def head_kind(size: TargetSize) -> str:
-    """Choose the kind of head for a target."""
+    """Return the kind of head that suits a target."""
     if size.layers < _EAGLE_LAYERS:
         return "mtp"
     return "slim" if size.hidden <= _SMALL else "eagle31"
@@ -160,7 +160,7 @@ def ranked(cases: Sequence[Case]) -> list[Candidate]:
 def finalists(
     cases: Sequence[Case], head: str | None, *, models: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[str, ...]:
-    """Choose the proposers of the second measurement. Of several files of one draft model, it is the fastest one.
+    """Return the proposers of the second measurement. Of several files of one draft model, it has the fastest one.
 
     Args:
         cases: the cases of the first measurement.

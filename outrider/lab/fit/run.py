@@ -48,7 +48,7 @@ _STAGES = 4
 
 
 class Fit:
-    """One fit, from wherever an earlier run of it was stopped."""
+    """One fit. It continues where an earlier run of it has stopped."""
 
     def __init__(self, settings: Settings, progress: Console) -> None:
         """Check everything that can be checked before a model is loaded.
@@ -151,7 +151,7 @@ class Fit:
         write_whole(self.config, json.dumps(document) + "\n")
 
     def _limit(self) -> str:
-        """Say how long the stages take at most that are not finished."""
+        """Return the sentence that says how long the unfinished stages take at most."""
         minutes, get = self._settings.measure_minutes, self._state.get
         measurements = (get("first") is None) + (get("final") is None)
         parts = {count_text(measurements, "measurement"): measurements * minutes}

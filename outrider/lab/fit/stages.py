@@ -112,7 +112,7 @@ def tune_settings(settings: Settings, prompts: Path, proposers: Sequence[str], d
 def make_training(
     settings: Settings, files: PromptFiles, plan: TrainingPlan, folder: Path, *, tokens_per_s: float
 ) -> Training:
-    """Load the target and make its head, or read those of a training that was interrupted.
+    """Return the training of a new head, or that which was interrupted. The target is loaded.
 
     `tokens_per_s` is the speed of plain decoding, from which the length of evaluations follows.
 
@@ -124,7 +124,11 @@ def make_training(
 
 
 def train_head(settings: Settings, plan: TrainingPlan, training: Training, progress: Console) -> Document:
-    """Train a head until its time is used. Raises OutriderError if the loss is not a number, or the disk is full."""
+    """Train a head until its time is used, and return the figures of the training.
+
+    Raises:
+        OutriderError: the loss is not a number, or the disk is full.
+    """
     report = _GainReport(settings, training, progress)
     document, _ = training.run(on_evaluation=report.show)
     return {

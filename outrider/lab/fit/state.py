@@ -14,7 +14,7 @@ from outrider.runtime.atomic_files import write_whole
 FILE, HEAD, CONFIG = "state.json", "head", "fit.json"  # in the folder of a fit
 RUNS = ".runs"  # suffix of the runs of a measurement that is not finished
 _VERSION = 1
-_HASHED = frozenset({"target", "prompts"})  # parts of an identity that say nothing to people
+_HASHED = frozenset({"target", "prompts"})  # parts of an identity that are hashes, which messages do not show
 
 
 class State:
@@ -27,7 +27,7 @@ class State:
 
     @classmethod
     def open(cls, folder: Path, identity: Mapping[str, Any], *, overwrite: bool) -> State:
-        """Read the state of a folder, or start with none.
+        """Return the state of a folder, or an empty one.
 
         Args:
             identity: what the interrupted fit must have in common with this one.
@@ -58,7 +58,7 @@ class State:
         """Store the result of a stage.
 
         Raises:
-            OutriderError: the file cannot be written. The file of before is whole.
+            OutriderError: the file cannot be written. The previous file stays whole.
         """
         self._write({**self._stages, stage: result})
 
@@ -89,7 +89,7 @@ def discard(folder: Path) -> None:
 
 
 def _changes(theirs: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Say which values differ between the identities of two fits."""
+    """Return the names of the values that differ between the identities of two fits, most of them with both values."""
     changes = []
     for name in sorted({*theirs, *wanted}):
         if theirs.get(name) != wanted.get(name):

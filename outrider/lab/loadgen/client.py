@@ -98,7 +98,7 @@ async def run_requests(
 
 
 async def _closed_loop(client: Client, requests: Sequence[PlannedRequest], concurrency: int) -> list[RequestResult]:
-    """Keep `concurrency` requests running. When one ends, send the next one."""
+    """Keep `concurrency` requests running, and return their results. When one ends, send the next one."""
     remaining = iter(enumerate(requests))
     results = list[RequestResult]()
 
@@ -113,7 +113,7 @@ async def _closed_loop(client: Client, requests: Sequence[PlannedRequest], concu
 async def _open_loop(
     client: Client, requests: Sequence[PlannedRequest], rate: float, rng: random.Random
 ) -> list[RequestResult]:
-    """Send requests at random times, `rate` per second, whether or not earlier ones have ended."""
+    """Send requests at random times, `rate` per second, and return their results. They do not wait for earlier ones."""
     tasks = []
     send_time = client.seconds
     for number, planned in enumerate(requests):

@@ -34,7 +34,7 @@ def load(settings: Settings, *, as_json: bool) -> bool:
         OutriderError: a server cannot be reached, the HTTP client is not installed, or the report cannot be written.
     """
     if settings.report is not None:
-        check_report(settings.report)  # before the measurement rather than after it
+        check_report(settings.report)  # here, so that a mistake is reported before the measurement
     with needed_by("load", "serve"):
         loaded = _load_one(settings) if settings.against is None else _load_both(settings)
     arguments = {name: value for name, value in asdict(settings).items() if name != "api_key"}

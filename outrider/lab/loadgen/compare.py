@@ -42,7 +42,7 @@ class ServerLoad:
 
 
 async def run_both(settings: Settings, prompts: Sequence[Prompt]) -> tuple[ServerLoad, ServerLoad]:
-    """Send the requests to both servers, in the order A, B, B, A, so that a drift of the machine affects both alike."""
+    """Return the results of both servers. The order is A, B, B, A, so a drift of the machine affects both alike."""
     assert settings.against is not None
     other_settings = replace(settings, base_url=settings.against, model=settings.against_model)
     async with connect(settings) as (client, model), connect(other_settings) as (other, other_model):

@@ -39,7 +39,7 @@ class RunTime(NamedTuple):
 
 
 def plan_budget(time: RunTime, *, seconds: float, variants: int, max_tokens: int) -> Budget:
-    """Choose the longest outputs with which all variants run on two batches of prompts in time.
+    """Return the longest outputs with which all variants run on two batches of prompts in time.
 
     If outputs of 32 tokens take too long, variants are left out: at least one proposer stays.
 

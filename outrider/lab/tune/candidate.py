@@ -59,7 +59,7 @@ def fastest(candidates: Iterable[Candidate]) -> Candidate | None:
 
 
 def fastest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Sort candidates by the geometric mean. Those that are slower at one of the temperatures come last."""
+    """Return the candidates by geometric mean, best first. Those that are slower at a temperature come last."""
     return sorted(candidates, key=lambda each: (not each.loses_at, each.overall.value), reverse=True)
 
 

@@ -23,7 +23,7 @@ def tune(settings: Settings, *, as_json: bool) -> str:
     """
     out = settings.out
     if out:
-        check_writable(out)  # before the measurement rather than after it
+        check_writable(out)  # here, so that a mistake is reported before the measurement
     runs = Path(f"{out}.runs").expanduser() if out else None
     document = run_tune(settings, progress=Console(stderr=True), file=runs)
     print_document(document, show, as_json=as_json, write=partial(write, file=out) if out else None)

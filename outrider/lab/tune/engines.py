@@ -26,15 +26,15 @@ _ALTERNATIVE = "use the best of draft, ngram and suffix from the table"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OtherEngine:
-    """The settings of another engine."""
+class OtherEngineSettings:
+    """The settings of a recommendation in another engine."""
 
-    engine: str
+    engine: str  # its title
     settings: str | None  # None: the engine does not support it
     note: str  # what differs in this engine, or why it has no settings
 
 
-def other_engines(proposer: str, k: int, *, stops: int | None) -> tuple[OtherEngine, ...]:
+def other_engines(proposer: str, k: int, *, stops: int | None) -> tuple[OtherEngineSettings, ...]:
     """Return the settings of vLLM, SGLang and llama.cpp for a proposer.
 
     Args:
@@ -45,7 +45,9 @@ def other_engines(proposer: str, k: int, *, stops: int | None) -> tuple[OtherEng
     expression = parse(proposer)
     if expression.name == "none":
         note = "plain decoding: give no speculative settings"
-        return tuple(OtherEngine(engine=name, settings=None, note=note) for name in ("vLLM", "SGLang", "llama.cpp"))
+        return tuple(
+            OtherEngineSettings(engine=name, settings=None, note=note) for name in ("vLLM", "SGLang", "llama.cpp")
+        )
     kind = head_kind(expression.argument) if expression.name == "draft" else None
     if kind is not None:
         block = block_tokens(expression.argument) if kind in _BLOCKS else None
@@ -104,7 +106,7 @@ def _block_note(engine: str, kind: Kind, block: int) -> str:
     return f"; {k} whole block that the head was trained with: with a smaller k, {engine} {smaller}"
 
 
-def _head(engine: str, kind: Kind, folder: str, k: int, block: int | None) -> OtherEngine:
+def _head(engine: str, kind: Kind, folder: str, k: int, block: int | None) -> OtherEngineSettings:
     """Return the settings of a draft head.
 
     Args:
@@ -117,7 +119,7 @@ def _head(engine: str, kind: Kind, folder: str, k: int, block: int | None) -> Ot
     name, methods = _HEADS[engine]
     if kind not in methods:
         removed = "; 0.33 has removed Medusa" if (engine, kind) == ("vLLM", Kind.MEDUSA) else ""
-        return OtherEngine(
+        return OtherEngineSettings(
             engine=engine, settings=None, note=f"{engine} runs no separate {kind} heads{removed}; {_ALTERNATIVE}"
         )
     k = block or k
@@ -126,37 +128,42 @@ def _head(engine: str, kind: Kind, folder: str, k: int, block: int | None) -> Ot
         note += _block_note(engine, kind, block)
     if engine == "vLLM":
         config = {"method": methods[kind], "model": "DIR/draft", "num_speculative_tokens": k}
-        return OtherEngine(engine=engine, settings=f"--speculative-config '{json.dumps(config)}'", note=note)
+        return OtherEngineSettings(engine=engine, settings=f"--speculative-config '{json.dumps(config)}'", note=note)
     if engine == "SGLang":
         settings = (
             f"--speculative-algorithm {methods[kind]} --speculative-draft-model-path DIR/draft"
             f" --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
         )
-        return OtherEngine(engine=engine, settings=settings, note=f"{note}; {_GREEDY}")
-    return OtherEngine(
+        return OtherEngineSettings(engine=engine, settings=settings, note=f"{note}; {_GREEDY}")
+    return OtherEngineSettings(
         engine=engine, settings=f"-md DRAFT.gguf --spec-type {methods[kind]} --spec-draft-n-max {k}", note=note
     )
 
 
-def _llamacpp(expression: Expression, k: int) -> OtherEngine:
+def _unsupported(engine: str, name: str) -> OtherEngineSettings:
+    """Return the answer for a proposer that an engine does not have."""
+    return OtherEngineSettings(engine=engine, settings=None, note=f"{engine} has no {name}; {_ALTERNATIVE}")
+
+
+def _llamacpp(expression: Expression, k: int) -> OtherEngineSettings:
     name = expression.name
     note = "it accepts a draft token if it samples the same one, so it accepts less than here at temperature above 0"
     if name == "draft":
-        return OtherEngine(
+        return OtherEngineSettings(
             engine="llama.cpp",
             settings=f"-md DRAFT.gguf --spec-type draft-simple --spec-draft-n-max {k}",
             note=f"{note}; outrider export --for llama.cpp writes the GGUF file",
         )
     if name in ("ngram", "suffix"):
-        return OtherEngine(
+        return OtherEngineSettings(
             engine="llama.cpp",
             settings=f"--spec-type ngram-mod --spec-draft-n-max {k}",
             note="it searches a pool of n-grams of all requests",
         )
-    return OtherEngine(engine="llama.cpp", settings=None, note=f"llama.cpp has no {name}; {_ALTERNATIVE}")
+    return _unsupported("llama.cpp", name)
 
 
-def _vllm(expression: Expression, k: int, stops: int | None) -> OtherEngine:
+def _vllm(expression: Expression, k: int, stops: int | None) -> OtherEngineSettings:
     name = expression.name
     config: dict[str, Any]
     notes = []
@@ -186,17 +193,19 @@ def _vllm(expression: Expression, k: int, stops: int | None) -> OtherEngine:
             config["suffix_decoding_max_cached_requests"] = 0
         notes.append("it drafts one chain")
     else:
-        return OtherEngine(engine="vLLM", settings=None, note=f"vLLM has no {name}; {_ALTERNATIVE}")
+        return _unsupported("vLLM", name)
     if stops is not None and stops > 1:
         k_by_batch = [[1, stops - 1, k], [stops, max(_MAX_BATCH, stops), 0]]
         notes.append(
             "to stop drafting at large batches, add num_speculative_tokens_per_batch_size"
             f" {json.dumps(k_by_batch)}, which its documentation calls tested with EAGLE and DFlash"
         )
-    return OtherEngine(engine="vLLM", settings=f"--speculative-config '{json.dumps(config)}'", note="; ".join(notes))
+    return OtherEngineSettings(
+        engine="vLLM", settings=f"--speculative-config '{json.dumps(config)}'", note="; ".join(notes)
+    )
 
 
-def _sglang(expression: Expression, k: int) -> OtherEngine:
+def _sglang(expression: Expression, k: int) -> OtherEngineSettings:
     name = expression.name
     if name == "draft":
         settings = (
@@ -204,12 +213,12 @@ def _sglang(expression: Expression, k: int) -> OtherEngine:
             f" --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
         )
         note = f"one chain; both models need the same vocabulary; no option stops drafting at large batches; {_GREEDY}"
-        return OtherEngine(engine="SGLang", settings=settings, note=note)
+        return OtherEngineSettings(engine="SGLang", settings=settings, note=note)
     if name in ("ngram", "suffix"):
         settings = f"--speculative-algorithm NGRAM --speculative-num-draft-tokens {k + 1}"
         note = (
             "its NGRAM searches a tree of all requests, so it finds more than ngram and remembers outputs like"
             f" suffix:TOKENS; {_GREEDY}"
         )
-        return OtherEngine(engine="SGLang", settings=settings, note=note)
-    return OtherEngine(engine="SGLang", settings=None, note=f"SGLang has no {name}; {_ALTERNATIVE}")
+        return OtherEngineSettings(engine="SGLang", settings=settings, note=note)
+    return _unsupported("SGLang", name)

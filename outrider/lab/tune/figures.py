@@ -180,7 +180,7 @@ def _whole(trial: Trial) -> Amounts:
 def _compare(
     trials: Sequence[Trial], plain: Sequence[Trial], amounts: Callable[[Trial], Amounts], seed: int
 ) -> Estimate | None:
-    """Compare trials with plain decoding, by batch of prompts: repeats of one batch are no independent samples."""
+    """Return the ratio to plain decoding, by batch of prompts: repeats of one batch are no independent samples."""
     by_batch = {trial.batch_number: amounts(trial) for trial in typical(trials)}
     plain_by_batch = {trial.batch_number: amounts(trial) for trial in typical(plain)}
     return ratio([by_batch[number] for number in plain_by_batch], list(plain_by_batch.values()), seed=seed)

@@ -252,7 +252,7 @@ def _budget(
     store: TrialStore,
     seconds: float,
 ) -> Budget:
-    """Choose the budget from a short run of plain decoding, or take that of the stored runs."""
+    """Return the budget of the stored runs, or choose one with a short run of plain decoding."""
     if store.budget is None:
         condition, group = next(iter(batches.items()))
         variants = _variants(engines, settings.ks, condition)

@@ -23,7 +23,7 @@ class Measurement:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Measurement:
-        """Read the document of `outrider tune`."""
+        """Return the measurement in a document of `outrider tune`."""
         return from_json(cls, document)
 
     @cached_property

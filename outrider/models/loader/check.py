@@ -128,7 +128,7 @@ def check_target(target: Target, checkpoint: Checkpoint, kv_dtype: str = AUTO) -
     try:
         for trial in range(TRIALS):
             with quiet_transformers():
-                errors = errors.fmin(_errors(target, checkpoint, trial, tolerance).cpu())
+                errors = errors.fmin(trial_errors(target, checkpoint, trial, tolerance).cpu())
             if errors.max() < tolerance:
                 return CheckResult(
                     date=datetime.now(UTC).date().isoformat(),
@@ -149,7 +149,7 @@ def check_target(target: Target, checkpoint: Checkpoint, kv_dtype: str = AUTO) -
 
 
 @torch.inference_mode()
-def _errors(target: Target, checkpoint: Checkpoint, seed: int, tolerance: float) -> torch.Tensor:
+def trial_errors(target: Target, checkpoint: Checkpoint, seed: int, tolerance: float) -> torch.Tensor:
     """Return [1 + N], the relative error of the logits of each node."""
     scored = _score(target, checkpoint, seed)
     reference = compute_reference(checkpoint, scored, _source(checkpoint, seed))

@@ -25,7 +25,7 @@ def make_torch_target(checkpoint: Checkpoint, *, slots: int, context: int, bits:
     """
     if bits < 16:
         quantize_model(checkpoint.model, bits)
-    recorder = _recorder(checkpoint) if record else None
+    recorder = recorder_of(checkpoint) if record else None
     if checkpoint.source is not None:
         kind = EncoderDecoderTarget if checkpoint.source.speech is None else SpeechTarget
         target: Target = kind(checkpoint, slots=slots, context=context)
@@ -37,7 +37,7 @@ def make_torch_target(checkpoint: Checkpoint, *, slots: int, context: int, bits:
     return target
 
 
-def _recorder(checkpoint: Checkpoint) -> Recorder | None:
+def recorder_of(checkpoint: Checkpoint) -> Recorder | None:
     """Return what records the passes of a model; None: every pass is eager.
 
     Ranks on GPUs use NCCL, whose operations can be recorded. Ranks on CPUs use gloo, and there are

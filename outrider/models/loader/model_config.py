@@ -40,7 +40,7 @@ _QWEN_VL: Mapping[str, Any] = {
     "max_window_layers": 80,
 }
 # The model types that are read here, and the values that transformers takes if config.json has none.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "gemma": {"tie_word_embeddings": True, "eos_token_id": 1, "hidden_act": _GELU},
         "gemma2": {
@@ -119,7 +119,7 @@ class _TextPart(NamedTuple):
 
 
 _LANGUAGE = "model.language_model"
-_TEXT_PARTS: Mapping[str, _TextPart] = MappingProxyType(
+TEXT_PARTS: Mapping[str, _TextPart] = MappingProxyType(
     {
         "gemma3": _TextPart(_LANGUAGE, "gemma3_text", tied=True),
         "idefics3": _TextPart("model.text_model", "llama"),
@@ -150,7 +150,7 @@ class ModelConfig(SimpleNamespace):
 
 def body_of(config: ModelConfig) -> str:
     """Return the name of the module with the decoder layers of a model."""
-    part = _TEXT_PARTS.get(config.model_type)
+    part = TEXT_PARTS.get(config.model_type)
     return "model" if part is None else part.body
 
 
@@ -183,7 +183,7 @@ def make_model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
     Raises:
         TypeError, ValueError, KeyError: a setting has another form than the model type needs.
     """
-    part = _TEXT_PARTS.get(str(settings.get("model_type")))
+    part = TEXT_PARTS.get(str(settings.get("model_type")))
     return _text_model(settings) if part is None else _multimodal_model(settings, part)
 
 
@@ -214,7 +214,7 @@ def _dtype(settings: Mapping[str, Any]) -> torch.dtype | None:
 def _text_model(settings: Mapping[str, Any]) -> ModelConfig | None:
     """Return the configuration of a text model. Results and errors are those of `make_model_config`."""
     model_type = str(settings.get("model_type"))
-    if model_type not in _DEFAULTS or any(map(settings.get, _UNUSUAL)):
+    if model_type not in DEFAULTS or any(map(settings.get, _UNUSUAL)):
         return None
     if any(type(settings.get(name)) is not int or settings[name] < 1 for name in _SIZES):
         return None
@@ -222,7 +222,7 @@ def _text_model(settings: Mapping[str, Any]) -> ModelConfig | None:
         return None
     common: Settings = {"hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
     given = {name: value for name, value in settings.items() if name not in ("rope_scaling", "torch_dtype")}
-    config = ModelConfig(**{**common, **_DEFAULTS[model_type], **given})
+    config = ModelConfig(**{**common, **DEFAULTS[model_type], **given})
     config.dtype = _dtype(settings)
     if getattr(config, "num_key_value_heads", None) is None:
         config.num_key_value_heads = config.num_attention_heads

@@ -56,7 +56,7 @@ def load_library() -> Library:
     try:
         # The OpenMP symbols are not linked, so they resolve to torch's. Two thread teams would
         # compete for the cores.
-        _share_openmp(Path(torch.__file__).parent / "lib")
+        share_openmp(Path(torch.__file__).parent / "lib")
         code = ctypes.CDLL(str(path))
     except OSError as error:
         fix = f"set {VARIABLE}={COMPILED}" if prebuilt else "delete that file"
@@ -65,7 +65,7 @@ def load_library() -> Library:
     return Library(code=code, build=build, compile_seconds=seconds)
 
 
-def _share_openmp(folder: Path) -> None:
+def share_openmp(folder: Path) -> None:
     """Give all libraries the symbols of the OpenMP library in a folder. torch for ARM loads it for itself alone."""
     for path in folder.glob("libgomp*.so*"):
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

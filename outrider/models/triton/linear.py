@@ -31,7 +31,7 @@ from outrider.models.triton.sums import existing, pieces, read_rows, sum_product
 
 MAX_ROWS = 512  # above, the product is one of cuBLAS
 _STEP = 256  # inputs of an iteration
-_FINISH_ROWS = 4  # of a program that adds chains
+FINISH_ROWS = 4  # of a program that adds chains
 _FINISH_OUTPUTS = 256
 
 
@@ -205,9 +205,9 @@ def _launches(
     launches.append(_Launch(_chain, grid, (*weights[:5], sums, *sizes), {**options, "PARTS": tile.warps}))
     finish = _Launch(
         _finish,
-        (triton.cdiv(rows, _FINISH_ROWS), triton.cdiv(out.shape[1], _FINISH_OUTPUTS)),
+        (triton.cdiv(rows, FINISH_ROWS), triton.cdiv(out.shape[1], _FINISH_OUTPUTS)),
         (sums, squares, None if group else scale, bias, residual, out, rows, outputs, inputs, *ends),
-        {"GATE": gate, "OUTPUTS": _FINISH_OUTPUTS, "ROWS": _FINISH_ROWS, "num_warps": 4},
+        {"GATE": gate, "OUTPUTS": _FINISH_OUTPUTS, "ROWS": FINISH_ROWS, "num_warps": 4},
     )
     return out, [*launches, finish]
 

@@ -17,7 +17,7 @@ from outrider.models.triton import masses, residuals
 from outrider.models.triton.barrier import block_options, launch_options
 from outrider.verify.rules import PackedVerifyFunction, Verifier
 
-_BLOCK = 4096  # token ids that one program sums
+IDS_AT_ONCE = 4096  # token ids that one program sums
 
 
 def on_device(verifier: Verifier) -> Verifier:
@@ -41,7 +41,7 @@ class _Launch:
         self.size = draft.size
         self.vocab = p.values.shape[-1]
         self.device = p.values.device
-        self.options = block_options(self.device, self.batch_size, self.vocab, _BLOCK)
+        self.options = block_options(self.device, self.batch_size, self.vocab, IDS_AT_ONCE)
         values = p.values.contiguous()
         q = Packed(values=values, at=p.at) if draft.q is None else draft.q
         self.path = torch.empty(self.batch_size, self.size, dtype=torch.int64, device=self.device)

@@ -15,7 +15,7 @@ from outrider.models.triton.barrier import block_options, launch_options, wait_f
 from outrider.models.triton.residuals import sample_rows
 from outrider.verify.sampling import SamplingTensors
 
-_BLOCK = 8192  # token ids that one program takes at once
+IDS_AT_ONCE = 8192  # token ids that one program takes at once
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def target_probs(logits: torch.Tensor, sampling: SamplingTensors, of: torch.Tens
     _, nodes, vocab = logits.shape
     rows = logits.shape[0] * nodes
     probs = torch.empty_like(logits, dtype=torch.float32)
-    blocks = block_options(logits.device, rows, vocab, _BLOCK)
+    blocks = block_options(logits.device, rows, vocab, IDS_AT_ONCE)
     filter_rows[(blocks["SPLIT"], rows)](
         logits,
         sampling.draw_params[of].contiguous(),
@@ -208,7 +208,7 @@ def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Do what `core.noise.inverse_cdf` does for `probs` [rows, V] and `uniform` [rows]."""
     probs = probs.contiguous()
     rows, vocab = probs.shape
-    blocks = block_options(probs.device, rows, vocab, _BLOCK)
+    blocks = block_options(probs.device, rows, vocab, IDS_AT_ONCE)
     tokens = torch.empty(rows, dtype=torch.int64, device=probs.device)
     sample_rows[(blocks["SPLIT"], rows)](
         probs,

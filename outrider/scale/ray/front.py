@@ -21,7 +21,7 @@ from outrider.serve.openai.responses import error_response
 from outrider.serve.settings import Settings
 
 _ATTEMPTS = 5
-_RETRY_SECONDS = 0.2  # before the next attempt, so that Ray Serve notices the loss
+RETRY_SECONDS = 0.2  # before the next attempt, so that Ray Serve notices the loss
 _BROADCAST_SECONDS = 5.0  # for the answers of all replicas
 _GRPC_BYTES = 1 << 20  # of a body that gRPC carries; it refuses messages above 4 MiB
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
@@ -103,7 +103,7 @@ class Front:
                 return await self._response(parts, entry)
             except self._lost as error:
                 _log.warning("a replica was lost before it answered (attempt %d): %s", attempt + 1, _line(error))
-                await asyncio.sleep(_RETRY_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
             except BaseException:
                 parts.cancel()
                 raise

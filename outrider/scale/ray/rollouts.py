@@ -17,7 +17,7 @@ from outrider.engine.codec import Prompt
 from outrider.errors import OutriderError
 from outrider.scale.ray.package import import_ray, lost_actor_errors
 from outrider.train.rl.records import Provenance, Rollout, RolloutBatch
-from outrider.train.rl.rollout import RolloutEngine, Sample, check_call, samples_of
+from outrider.train.rl.rollout import RolloutEngine, Sample, checked_params, samples_of
 
 _ROUNDS = 16  # of a call of a worker, after which samples can be moved
 _MAX_LOSSES = 8  # lost workers of a call, after which it fails
@@ -189,8 +189,7 @@ class RolloutPool:
         Raises:
             OutriderError: a prompt or a parameter does not fit the model, or too many workers were lost.
         """
-        params = SamplingParams(temperature=1.0) if params is None else params
-        check_call(prompts, params, n, groups)
+        params = checked_params(prompts, params, n, groups)
         began = perf_counter()
         tokens = self._ask("encode", list(prompts))
         samples = samples_of(tokens, n, seed, groups)

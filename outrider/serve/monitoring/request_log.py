@@ -126,7 +126,7 @@ def entry_of(scope: Scope) -> Entry:
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to the standard error of the moment, which prints above a bar while there is one."""
+    """Writes to the current `sys.stderr`, which prints above a progress bar while one is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

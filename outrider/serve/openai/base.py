@@ -118,7 +118,7 @@ def type_discriminator(*types: str, default: str = "") -> Discriminator:
 
 
 def described(forms: str) -> WrapValidator:
-    """Annotates a union of types. The error names all `forms` in place of the first one."""
+    """Return an annotation for a union of types, whose error names all `forms` in place of the first one."""
 
     def check(value: Any, handler: Callable[[Any], Any]) -> Any:
         try:

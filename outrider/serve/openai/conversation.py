@@ -68,7 +68,7 @@ def conversation(messages: Sequence[Message], tools: Tools | None, *, template: 
 
 
 def adaptations(turns: Conversation) -> Iterator[Conversation]:
-    """Yield a conversation, then what a stricter template may take. Each one contains every text.
+    """Yield a conversation, then forms of it for stricter templates. Each one contains every text.
 
     Some templates reject two messages of one role in a row, some reject or drop a system message,
     or one after the first message. Then messages of one role become one message, and system

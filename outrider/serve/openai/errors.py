@@ -143,7 +143,7 @@ def _validation_response(error: RequestValidationError) -> JSONResponse:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
-        return JSONResponse(error_response(f"the request is not valid JSON: {reason}"), 400)
+        return JSONResponse(error_response(f"the request is not valid JSON: {reason}; send a JSON object"), 400)
     field = field_of(first)
     if field is None and first["type"] in _NO_OBJECT:
         message = "the request is no JSON object; send one, with the header Content-Type: application/json"

@@ -1,4 +1,4 @@
-"""Fields that other servers accept and that have no effect here. They are no errors, so that clients can be moved.
+"""Fields that other servers accept and that have no effect here. Clients of these servers may send them.
 
 A field is listed here if it does not change the text, or if the value that it may have asks for
 what this server does in any case. A field that would change the text is honored or an error.

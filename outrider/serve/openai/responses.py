@@ -1,4 +1,4 @@
-"""Builds responses and stream chunks in the format of OpenAI's API."""
+"""Builds the bodies of responses and the events of streams."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from uuid import uuid4
 from outrider.core.stats import Stats
 from outrider.core.token_text import SingleTokens
 from outrider.core.types import Completion, FinishReason, Request
+from outrider.serve.openai.blocks import EventWriter
 from outrider.serve.openai.logprobs import Echo, LogprobsBuilder, TokenOffsets
 from outrider.serve.openai.output import OutputForm, OutputParser
 from outrider.serve.stream.request_stream import StreamChunk
@@ -22,14 +23,17 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseBuilder:
-    """Builds the response to one request."""
+    """Builds the response to one request, in one part or as a stream."""
 
     chat: bool
     model: str
+    num_prompts: int
+    writer: EventWriter  # writes what this class builds, in the format of the API
     decode: Decode
     tokens: SingleTokens
     logprobs: LogprobsBuilder | None = None  # if the request wants them
     include_speculation: bool = False  # whether chunks have a `speculation` field
+    include_usage: bool = False  # whether the last chunk of a stream has the usage
     continuous_usage: bool = False  # whether chunks have the usage so far
     form: OutputForm | None = None  # what the text may have besides content; None: nothing
     token_ids: bool = False  # whether choices have the ids of their tokens
@@ -39,19 +43,17 @@ class ResponseBuilder:
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def response(self, completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
-        size = len(completions) // num_prompts
+    def response(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return the body of the whole response."""
+        size = len(completions) // self.num_prompts
         chosen = []
-        for prompt in range(num_prompts):
+        for prompt in range(self.num_prompts):
             group = completions[prompt * size : (prompt + 1) * size]
             best = group if size == self.n else sorted(group, key=_mean_logprob, reverse=True)[: self.n]
             chosen += [(each, self.echoes[prompt] if self.echoes else None) for each in best]
         choices = [self._choice(index, completion, echo) for index, (completion, echo) in enumerate(chosen)]
-        return self._head(is_chunk=False) | {"choices": choices, "usage": self.usage(completions, num_prompts)}
-
-    def chunks(self, index: int, request: Request) -> ChunkBuilder:
-        """Return the builder of the stream chunks of one completion of a request."""
-        return ChunkBuilder(self, index, request)
+        document = self._head(is_chunk=False) | {"choices": choices, "usage": self._usage(completions)}
+        return self.writer.response(document)
 
     def chunk(
         self,
@@ -99,13 +101,20 @@ class ResponseBuilder:
             }
         return speculation
 
-    def usage_chunk(self, completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
-        """Return the last chunk, with the usage."""
-        return self._head(is_chunk=True) | {"choices": [], "usage": self.usage(completions, num_prompts)}
+    def stream_end(self, completions: Sequence[Completion]) -> str:
+        """Return the events after the last chunk of each completion."""
+        if not self.include_usage and not self.writer.needs_usage:
+            return self.writer.end()
+        document = self._head(is_chunk=True) | {"choices": [], "usage": self._usage(completions)}
+        return self.writer.chunk(document) + self.writer.end()
 
-    def usage(self, completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
+    def error(self, message: str, *, kind: str) -> str:
+        """Return the event of an error. `kind` is its type."""
+        return self.writer.error(error_response(message, kind=kind))
+
+    def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         reasoning = sum(map(self._reasoning_tokens, completions))
-        return usage(completions, num_prompts) | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
+        return usage(completions, self.num_prompts) | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
 
     def _reasoning_tokens(self, completion: Completion) -> int:
         if self.form is None or self.form.reasoning is None:
@@ -157,7 +166,7 @@ class ResponseBuilder:
 
 
 class ChunkBuilder:
-    """Builds the stream chunks of one completion."""
+    """Builds the stream chunks of one completion of a response."""
 
     def __init__(self, builder: ResponseBuilder, index: int, request: Request) -> None:
         self._builder = builder
@@ -168,7 +177,16 @@ class ChunkBuilder:
         self._prompt_tokens = len(request.prompt_token_ids) + len(request.source_token_ids)
         self._output_tokens = 0
 
-    def build(self, chunk: StreamChunk) -> list[dict[str, Any]]:
+    def events(self, chunk: StreamChunk) -> str:
+        """Return the events of what the engine has added, or of the error that ends the completion."""
+        events = ""
+        if chunk.text or not chunk.error:
+            events = "".join(map(self._builder.writer.chunk, self._documents(chunk)))
+        if chunk.error:
+            events += self._builder.error(chunk.error, kind="server_error")
+        return events
+
+    def _documents(self, chunk: StreamChunk) -> list[dict[str, Any]]:
         """Return the stream chunks for what the engine has added: one, and one more for each text behind a call."""
         finish_reason = str(chunk.completion.finish_reason) if chunk.completion else None
         deltas: list[dict[str, Any]] = [{"content": chunk.text}]

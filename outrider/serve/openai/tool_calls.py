@@ -164,7 +164,7 @@ class ToolCallParser:
         return True
 
     def _parse_string(self) -> bool:
-        """Parse a value that is written as it is."""
+        """Parse a value that is written as it is. Returns whether its end was found."""
         close = self._format.param.close if self._format.param else ""
         text, found, rest = self._buffer.partition(close)
         held = 0 if found or self._last else partial_marker_length(text, close)
@@ -245,7 +245,7 @@ class ToolCallParser:
         return any(marker != self._buffer and marker.startswith(self._buffer) for marker in markers if marker)
 
     def _skip(self, marker: str) -> bool:
-        """Skip a marker at the beginning of the buffer, if it is there."""
+        """Skip a marker at the beginning of the buffer. Returns whether it was there."""
         found = self._buffer.startswith(marker)
         self._buffer = self._buffer.removeprefix(marker)
         return found

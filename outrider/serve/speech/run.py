@@ -46,7 +46,7 @@ def transcribe(
             many as fit into half of the context.
         timestamps: return segments with their times for short recordings as well.
         condition_on_previous_text: put the text so far before the next window. The text is more
-            consistent, but an error may go on, so the temperature must be below 0.5.
+            consistent, but an error may be repeated, so the temperature must be below 0.5.
 
     Returns:
         One transcript per source, in their order.

@@ -1,4 +1,4 @@
-"""One recording on its way to a transcript: which request comes next, and what its output means."""
+"""Turns one recording into a transcript: which request comes next, and what its output means."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

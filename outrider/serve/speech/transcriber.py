@@ -50,7 +50,7 @@ class Transcriber:
         )
 
     def _submit_step(self, session: Session) -> list[RequestStream]:
-        """Submit the next request of a session, if there is one."""
+        """Submit the next request of a session and return its stream, in a list; []: the session has ended."""
         step = session.step()
         if step is None:
             return []
@@ -73,7 +73,7 @@ class Transcriber:
             streams += following
 
     async def _submit_when_free(self, session: Session) -> list[RequestStream]:
-        """Submit the next request of a session. If the queue is full, wait, so that what is done is not lost."""
+        """Do what `_submit_step` does. While the queue is full, wait, so that the finished windows are not lost."""
         while True:
             try:
                 return self._submit_step(session)

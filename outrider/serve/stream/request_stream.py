@@ -100,7 +100,7 @@ class RequestStream:
                     return
 
     def _take(self) -> list[StreamChunk]:
-        """Take all waiting chunks and add their text."""
+        """Take all waiting chunks, and return them with their text."""
         taken = list[StreamChunk]()
         with suppress(IndexError):  # the deque is empty; `put` empties it for a moment while it merges two chunks
             while True:
@@ -117,7 +117,7 @@ class RequestStream:
             token_texts = self._text.token_texts(chunk.tokens) if self.content >= StreamContent.TOKENS else ()
         except Exception as error:  # an error of this text does not affect other requests
             _log.exception("cannot decode a completion")
-            return StreamChunk(error=f"cannot decode the tokens of this completion: {error}")
+            return StreamChunk(error=f"cannot decode the tokens of this completion: {error}; see the log of the server")
         return replace(chunk, text=text, token_texts=token_texts)
 
 

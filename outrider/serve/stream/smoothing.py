@@ -58,7 +58,7 @@ async def smooth_chunks(
 
 
 def _split_by_token(chunk: StreamChunk) -> list[StreamChunk]:
-    """Split a chunk into one chunk per token."""
+    """Return a chunk as one chunk per token."""
     if len(chunk.tokens) < 2:
         return [chunk]
     parts = list[StreamChunk]()

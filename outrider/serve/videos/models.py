@@ -74,7 +74,7 @@ class ServedModels:
 
 
 def load_served_models(option: str) -> ServedModels:
-    """Load the models of `--media`.
+    """Return the models of `--media`.
 
     Args:
         option: a folder that `recipes.video` wrote, or `@media` for the embedded models.

@@ -197,7 +197,7 @@ def _json_fields(body: bytes) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
-        raise OutriderError(f"the request is not valid JSON: {reason}") from None
+        raise OutriderError(f"the request is not valid JSON: {reason}; send a JSON object") from None
 
 
 async def _form_fields(request: Request) -> dict[str, str]:

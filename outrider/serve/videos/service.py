@@ -96,7 +96,7 @@ class VideoService:
         """
         job = self.job(id)
         if job.error is not None:
-            raise InvalidParam("video_id", f"video {job.id} has failed: {job.error}")
+            raise InvalidParam("video_id", f"video {job.id} has failed: {job.error}; make it again")
         if job.file is None:
             raise InvalidParam("video_id", f"video {job.id} is {job.status}; wait until its status is completed")
         return job.file

@@ -95,17 +95,17 @@ class DraftTraining:
         self.rollbacks = 0
         self.acceptance: tuple[float, ...] = ()  # of the last step, by position, with teacher forcing
         self._setup = setup
-        self._trainee = make_trainee(kind, settings, setup, target_weights(setup))
-        if self._trainee.shared_kv:
+        self.trainee = make_trainee(kind, settings, setup, target_weights(setup))
+        if self.trainee.shared_kv:
             raise OutriderError(
                 f"{kind} reads keys and values of the target, which a trainer does not record; use another kind"
             )
         self._trainer = Trainer(
-            self._trainee, losses=parse(loss), steps=settings.ttt_length or self._trainee.steps, decay=1.0, lr=lr
+            self.trainee, losses=parse(loss), steps=settings.ttt_length or self.trainee.steps, decay=1.0, lr=lr
         )
         self._max_tokens = max_tokens
         self._tolerance = tolerance
-        self._samples: list[Sample] = []
+        self.samples: list[Sample] = []  # recorded since the last step
         self._layers: list[int] = []  # of the policy whose outputs samples have
         self._recorded: dict[int, list[torch.Tensor]] = defaultdict(list)  # by layer, of the passes that are recorded
         self._previous: dict[str, torch.Tensor] | None = None  # weights before the last update
@@ -118,7 +118,7 @@ class DraftTraining:
         The policy may read the first tokens of the prompt in a pass of their own, once for all rollouts.
         """
         stack = layer_stack(policy)[1]
-        layers = self._layers = sorted({*self._trainee.aux_states.layers, len(stack) - 1})
+        layers = self._layers = sorted({*self.trainee.aux_states.layers, len(stack) - 1})
         hooks = [stack[layer].register_forward_hook(partial(self._record, layer)) for layer in layers]
         try:
             yield
@@ -132,9 +132,9 @@ class DraftTraining:
         states = torch.stack(by_layer, 2)
         for b, rollout in enumerate(rollouts):
             tokens = rollout.prompt_token_ids + rollout.token_ids
-            self._samples.append(
+            self.samples.append(
                 Sample(
-                    id=len(self._samples),
+                    id=len(self.samples),
                     tokens=tokens,
                     states=states[b, : len(tokens) - 1].clone(),
                     prompt=len(rollout.prompt_token_ids),
@@ -148,23 +148,23 @@ class DraftTraining:
         """
         samples: list[Sample] = []
         total = 0
-        for sample in self._samples:
+        for sample in self.samples:
             total += len(sample.tokens)
             if samples and total > self._max_tokens:
                 break
             samples.append(sample)
-        self._samples = []
+        self.samples = []
         if not samples:
             return
         tables = target_weights(self._setup)
-        self._trainee.use_tables(tables)
-        collator = Collator(self._trainee.aux_states, self._layers, tables, self._trainee.ids)
+        self.trainee.use_tables(tables)
+        collator = Collator(self.trainee.aux_states, self._layers, tables, self.trainee.ids)
         groups = micro_batches(samples, _MICRO_BATCH_TOKENS)
-        self._previous = _copied(self._trainee.module)
+        self._previous = _copied(self.trainee.module)
         batches = (collator.collate(group, train_on_prompts=False) for group in groups)
         stats = self._trainer.train(batches, progress=_PEAK)
         self.acceptance = tuple(stats.acceptance) or self.acceptance
-        self.engine.update_draft(_copied(self._trainee.module))
+        self.engine.update_draft(_copied(self.trainee.module))
 
     def judge(self, stats: Stats) -> bool:
         """Compare the draft with the one before, by the first rollouts since its update.
@@ -179,7 +179,7 @@ class DraftTraining:
         if self._previous is None or before is None or not self._is_worse(acceptance, before):
             self._previous_acceptance = acceptance
             return False
-        self._trainee.module.load_state_dict(self._previous)
+        self.trainee.module.load_state_dict(self._previous)
         self.engine.update_draft(self._previous)
         self._previous = None
         self.rollbacks += 1
@@ -192,20 +192,20 @@ class DraftTraining:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         return {
-            "module": self._trainee.module.state_dict(),
-            "optimizer": self._trainer.optimizer_state(),
+            "module": self.trainee.module.state_dict(),
+            "optimizer": self._trainer.optimizer.state_dict(),
             "previous": self._previous,
             "previous_acceptance": None if self._previous_acceptance is None else tuple(self._previous_acceptance),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, and give the weights of the draft to the engine."""
-        self._trainee.module.load_state_dict(state["module"])
-        self._trainer.load_optimizer_state(state["optimizer"])
+        self.trainee.module.load_state_dict(state["module"])
+        self._trainer.optimizer.load_state_dict(state["optimizer"])
         self._previous = state["previous"]
         before = state["previous_acceptance"]
         self._previous_acceptance = None if before is None else AcceptanceEstimate(*before)
-        self.engine.update_draft(_copied(self._trainee.module))
+        self.engine.update_draft(_copied(self.trainee.module))
 
     def _record(self, layer: int, _module: nn.Module, _inputs: object, output: Any) -> None:
         out = output[0] if isinstance(output, tuple) else output

@@ -64,8 +64,8 @@ class GRPO:
         self._answers: dict[str, list[array[int]]] = {}  # token ids of the last answers to each problem, by group
         self.clock: Callable[[], float] = perf_counter  # of the report's seconds
         recurrent = engine.llm.parts.loaded.checkpoint.recurrent
-        self._updater = PolicyUpdater(self.policy, self.settings, share_prompts=not recurrent, draft=draft)
-        self.optimizer = self._updater.optimizer
+        self.updater = PolicyUpdater(self.policy, self.settings, share_prompts=not recurrent, draft=draft)
+        self.optimizer = self.updater.optimizer
         self.engine.update_weights(merged_weights(policy))
 
     def train(
@@ -125,9 +125,9 @@ class GRPO:
         if learned:
             with self._timed(seconds, "reference"):
                 rollouts = [batch.rollouts[b] for b in learned]
-                batches = self._updater.micro_batches(rollouts, advantages[learned].tolist())
+                batches = self.updater.micro_batches(rollouts, advantages[learned].tolist())
             with self._timed(seconds, "training"):
-                update = self._updater.update(batches)
+                update = self.updater.update(batches)
         self.steps += 1
         if self.draft is not None:
             with self._timed(seconds, "draft"):

@@ -199,8 +199,7 @@ class RolloutEngine:
         groups: Sequence[str] | None = None,
     ) -> list[int]:
         """Queue the rollouts of `generate` and return their ids, ordered by prompt and sample."""
-        params = SamplingParams(temperature=1.0) if params is None else params
-        check_call(prompts, params, n, groups)
+        params = checked_params(prompts, params, n, groups)
         return self.queue(samples_of(list(map(self.llm.encode, prompts)), n, seed, groups), params)
 
     def queue(self, samples: Sequence[Sample], params: SamplingParams) -> list[int]:
@@ -288,8 +287,11 @@ def samples_of(
     return samples
 
 
-def check_call(prompts: Sequence[Prompt], params: SamplingParams, n: int, groups: Sequence[str] | None) -> None:
-    """Check the arguments of `RolloutEngine.generate`. Raises OutriderError if one of them is invalid."""
+def checked_params(
+    prompts: Sequence[Prompt], params: SamplingParams | None, n: int, groups: Sequence[str] | None
+) -> SamplingParams:
+    """Return the parameters of a call of `RolloutEngine.generate`. Raises OutriderError if an argument is invalid."""
+    params = SamplingParams(temperature=1.0) if params is None else params
     if isinstance(prompts, str) or not prompts:
         raise OutriderError("prompts is no list of prompts; give a list of strings or of lists of token ids")
     if not 1 <= n <= _MAX_SAMPLES:
@@ -298,6 +300,7 @@ def check_call(prompts: Sequence[Prompt], params: SamplingParams, n: int, groups
         raise OutriderError(f"{len(prompts)} prompts came with {len(groups)} groups; give one per prompt")
     if params.n != 1 or params.seed is not None:
         raise OutriderError("params has n or seed, which are arguments of the call here; leave them out of params")
+    return params
 
 
 def _digest(tokens: Sequence[int]) -> str:

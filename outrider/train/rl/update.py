@@ -60,7 +60,7 @@ class PolicyUpdater:
         self._settings = settings
         self._share_prompts = share_prompts
         self._draft = draft
-        self._reference = deepcopy(policy).requires_grad_(False) if settings.beta else None
+        self.reference = deepcopy(policy).requires_grad_(False) if settings.beta else None
 
     def micro_batches(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> list[MicroBatch]:
         """Split rollouts, and compute their log-probabilities under the reference model, if there is one."""
@@ -119,4 +119,4 @@ class PolicyUpdater:
 
     @torch.no_grad()
     def _reference_logprobs(self, answers: Answers) -> torch.Tensor | None:
-        return None if self._reference is None else self._logprobs(self._reference, answers)
+        return None if self.reference is None else self._logprobs(self.reference, answers)

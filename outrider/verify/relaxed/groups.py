@@ -14,7 +14,7 @@ import torch
 
 from outrider.core.noise import Noise
 from outrider.core.types import Draft, Verdict
-from outrider.verify.verdict import accept_prefix, acceptable_nodes, draft_probs, masked_prob, normalize, prob_of
+from outrider.verify.verdict import accept_chain, draft_probs, normalize, prob_of
 
 if TYPE_CHECKING:
     from outrider.verify.rules import VerifyFunction
@@ -88,26 +88,18 @@ def group_rejection(groups_of: GroupsOf) -> VerifyFunction:
 
     def rule(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
         q = draft_probs(draft, p)
-        acceptable = acceptable_nodes(draft, p)
-        accepted = torch.zeros_like(draft.count)
-        probs = p[:, 0]  # the bonus token is sampled from it
-        parent_accepted = torch.ones_like(draft.count, dtype=torch.bool)
-        for i in range(draft.size):
-            reached = parent_accepted & acceptable[:, i]
+
+        def step(i: int) -> tuple[torch.Tensor, torch.Tensor]:
             groups = groups_of(p[:, i])
             p_group = groups.mass(p[:, i])
             q_group = groups.mass(torch.where(p[:, i] > 0, q[:, i], 0.0))
             ratio = (p_group / q_group).nan_to_num(nan=0.0, posinf=1.0).clamp(max=1)
-            chance = prob_of(groups.mean(ratio), draft.tokens[:, i])
-            possible = reached & (prob_of(p[:, i], draft.tokens[:, i]) > 0)
-            accept = noise.bernoulli(masked_prob(chance, possible), torch.full_like(accepted, i)) & possible
+            possible = prob_of(p[:, i], draft.tokens[:, i]) > 0
+            chance = torch.where(possible, prob_of(groups.mean(ratio), draft.tokens[:, i]), 0.0)
             rest = ((p_group - q_group).clamp(min=0) / p_group).nan_to_num(nan=0.0)
-            residual = normalize(p[:, i] * groups.mean(rest), p[:, i])
-            probs = torch.where(accept[:, None], p[:, i + 1], probs)
-            probs = torch.where((reached & ~accept)[:, None], residual, probs)
-            accepted = accepted + accept
-            parent_accepted = accept
-        return accept_prefix(draft, p, accepted, probs, noise)
+            return chance, normalize(p[:, i] * groups.mean(rest), p[:, i])
+
+        return accept_chain(draft, p, noise, step)
 
     return rule
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from outrider.drafting.plan import calibrate
-from outrider.drafting.plan.calibrate import measure_pass
+from outrider.drafting.plan.calibrate import PassTimes, Shape, measure_pass, run_pass
 from outrider.drafting.plan.expert_use import ExpertUse
 from outrider.drafting.plan.pass_cost import Clock, CostModel, PassCost, Sample
 from outrider.drafting.plan.proposer_stats import ProposerStats
@@ -54,7 +53,7 @@ def test_experts_of_a_measured_pass_grow_with_its_tokens(routed):
     touched.clear()
     counts = []
     for tokens in (1, 2, 4, 8, 16):
-        calibrate._measure(target, 1, tokens, 0)
+        run_pass(target, Shape(tokens, 1))
         counts.append(count_experts(touched))
         assert target.touched_experts() == counts[-1]
     assert counts[0] == TOP
@@ -70,7 +69,7 @@ def test_measured_passes_of_one_shape_read_the_same_experts(routed):
     touched.clear()
     choices = []
     for _ in range(2):
-        calibrate._measure(target, 2, 8, 0)
+        run_pass(target, Shape(8, 2))
         choices.append(torch.cat(touched))
         touched.clear()
     assert torch.equal(*choices)
@@ -81,7 +80,7 @@ def test_measured_passes_of_one_shape_read_the_same_experts(routed):
 def test_experts_of_a_measured_prefill(routed):
     target, touched = routed
     touched.clear()
-    calibrate._measure_prefill(target, 16)
+    run_pass(target, Shape(16, 1, scored=False))
     assert count_experts(touched) > 4 * TOP
 
 
@@ -90,7 +89,7 @@ def test_experts_of_a_measured_prefill(routed):
 def test_equal_tokens_of_a_measured_pass_read_the_experts_of_one(routed):
     target, touched = routed
     touched.clear()
-    calibrate._measure(target, 1, 12, 0, equal=True)
+    run_pass(target, Shape(12, 1, equal=True))
     assert count_experts(touched) == TOP
 
 
@@ -187,7 +186,7 @@ def test_known_times_are_checked_outside_inference_mode(tmp_path):
     """A cache that a pass in inference mode has allocated cannot be changed outside of it."""
     folder = tiny.save(tmp_path / "model", tiny.make_config("LlamaConfig"))
     checkpoint = load_checkpoint(folder, dtype="float32", device="cpu")
-    times = calibrate.PassTimes(make_target(checkpoint, slots=1, context=64, kernels="torch"))
+    times = PassTimes(make_target(checkpoint, slots=1, context=64, kernels="torch"))
     times.measure(0.0)
     tokens = max(shape.tokens for shape in times.known)
     assert times.check(min(shape.tokens for shape in times.known)) > 0

@@ -403,14 +403,11 @@ def _times(monkeypatch, took=lambda target, tokens: tokens * 1e-3):
     """Let a pass over n tokens take `took(target, n)` seconds. Return the list of all passes."""
     passes = []
 
-    def run(target, seqs, tokens, cached=0, equal=False):
-        passes.append(tokens)
-        return took(target, tokens)
+    def run(target, shape):
+        passes.append(shape.tokens)
+        return took(target, shape.tokens)
 
-    monkeypatch.setattr("outrider.drafting.plan.calibrate._measure", run)
-    monkeypatch.setattr(
-        "outrider.drafting.plan.calibrate._measure_prefill", lambda target, tokens: run(target, 1, tokens)
-    )
+    monkeypatch.setattr("outrider.drafting.plan.calibrate.run_pass", run)
     return passes
 
 

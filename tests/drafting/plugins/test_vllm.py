@@ -2,11 +2,13 @@
 
 import sys
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from outrider.drafting.plugins.vllm import Drafts
+from outrider.drafting.propose.lookup.suffix import SuffixProposer
 from outrider.errors import OutriderError
 from outrider.models.loader.embedded import embedded
 
@@ -25,6 +27,31 @@ def make(k=4, slots=4, **additional):
             additional_config=additional,
         )
     )
+
+
+class Watched(SuffixProposer):
+    """Notes which slots are in use, and how many were ever admitted."""
+
+    running: ClassVar[set[int]] = set()
+    num_admitted = 0
+
+    def __init__(self, setup):
+        super().__init__(setup)
+        Watched.running = set()
+        Watched.num_admitted = 0
+
+    def admit(self, slot, request):
+        assert slot not in self.running
+        self.running.add(slot)
+        Watched.num_admitted += 1
+        super().admit(slot, request)
+
+    def release(self, slot):
+        self.running.remove(slot)
+        super().release(slot)
+
+
+WATCHED = f"{__name__}:Watched"
 
 
 def step(drafts, *rows):
@@ -115,22 +142,20 @@ def test_a_draft_ends_before_the_context():
 
 
 def test_rows_may_move_when_a_request_ends():
-    drafts = make(**FIXED)
+    drafts = make(outrider_k=4, outrider_proposer=WATCHED)
     other = [token + 20 for token in REPEATED]
     assert step(drafts, ([*REPEATED, 1], [2]), ([*other, 21], [22])) == [[3, 4, 5, 6], [23, 24, 25, 26]]
-    _, second = drafts._texts
     assert step(drafts, ([*other, 21, 22], [23])) == [[24, 25, 26, 27]]
-    assert drafts._texts == [second]  # the state was kept, not made again
-    assert drafts.drafter.num_running == 1
+    assert Watched.num_admitted == 2  # the state was kept, not made again
+    assert len(Watched.running) == drafts.drafter.num_running == 1
 
 
 def test_a_longer_text_is_not_taken_for_the_next_step_of_a_shorter_one():
-    drafts = make(**FIXED)
+    drafts = make(outrider_k=4, outrider_proposer=WATCHED)
     step(drafts, (REPEATED, [1]), ([*REPEATED, 1], [2]))
-    first, second = drafts._texts
     # The rows have changed places, and the first text begins the second one.
     step(drafts, ([*REPEATED, 1, 2], [3]), ([*REPEATED, 1], [9]))
-    assert drafts._texts == [second, first]
+    assert Watched.num_admitted == 2
 
 
 def test_outputs_that_ended_are_drafted_if_there_is_a_history():
@@ -197,16 +222,11 @@ def test_requests_get_drafts_of_different_lengths_and_none_where_they_fail():
 
 
 def test_nothing_is_kept_of_requests_that_have_ended():
-    drafts = make(outrider_proposer="merge(suffix,ngram)")
+    drafts = make(outrider_proposer=WATCHED)
     FakeVllm(drafts, seconds=float).generate([[i, *REPEATED] for i in range(40)], aperiodic, most=12)
     step(drafts, ([1, 2], [3]))  # the last ones end with the next call
-    drafter = drafts.drafter
-    assert len(drafts._texts) == drafter.num_running == 1
-    assert len(drafter._free) == 3
-    guarded = drafter._proposer
-    assert len(guarded._requests) == len(guarded._seqs) == 1
-    suffix, _ = guarded.inner.parts
-    assert len(suffix._indexes) == len(suffix._seqs) == 1
+    assert Watched.num_admitted == 41
+    assert len(Watched.running) == drafts.drafter.num_running == 1
 
 
 def test_a_proposer_that_fails_costs_drafts_only(monkeypatch, tmp_path):

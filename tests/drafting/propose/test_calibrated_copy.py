@@ -87,10 +87,9 @@ def test_a_calibrated_copy_is_closer_to_the_target(target, checkpoint):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_without_calibration_the_scales_follow_from_the_range(target, checkpoint, bits, monkeypatch):
-    if bits == 4:  # as for a large target
-        monkeypatch.setattr(
-            "outrider.drafting.propose.draft_model.calibrated_copy._MOST_OPERATIONS", 0
-        )  # of a large target
+    if bits == 4:
+        module = "outrider.drafting.propose.draft_model.calibrated_copy"
+        monkeypatch.setattr(f"{module}.MOST_OPERATIONS", 0)  # of a large target
     copy, plain = copy_of(target, checkpoint, bits), target.make_requantized(bits)
     assert torch.equal(logits(copy, checkpoint), logits(plain, checkpoint))
 

@@ -70,27 +70,32 @@ def test_the_last_epoch_feeds_the_next_one():
     run = engine(make)
     first = sample(run, range(2))
     (proposer,) = made
-    assert not proposer._chunks
-    assert not proposer._published
-    assert proposer._groups.tokens() == sum(len(each) + 3 for each in outputs(first))  # whole outputs, no chunks
+    assert proposer.groups.tokens() == sum(len(each) + 3 for each in outputs(first))  # whole outputs, no chunks
     proposer.target_updated(1)
     again = sample(run, range(2))  # the same seeds: the policy has hardly changed
     assert outputs(first) == outputs(again)
     assert accepted(again) > 0.7 * sum(map(len, outputs(again)))
 
 
-def test_groups_and_scopes_do_not_meet():
-    make, made = grouped()
+@pytest.mark.parametrize(
+    ("arguments", "meets"),
+    [
+        ({"group": "a"}, True),
+        ({"group": "a", "prompt": (9, *PROMPT[1:])}, True),  # a group can have several prompts
+        ({"group": "b"}, False),
+        ({"group": "a", "scope": "other"}, False),
+        ({}, False),  # the group of the prompt
+    ],
+)
+def test_groups_and_scopes_do_not_meet(arguments, meets):
+    """A sample that repeats another one is drafted from it only if both are in one group and scope."""
+    make, _ = grouped()
     run = engine(make)
-    sample(run, [0], group="a")
-    for arguments in ({"group": "b"}, {"group": "a", "scope": "other"}, {"prompt": (1, 2, 3, 3)}):
-        before = set(made[0]._groups._trees)
-        sample(run, [1], **arguments)
-        assert len(made[0]._groups._trees) == len(before) + 1
-    before = made[0]._groups.tokens()
-    sample(run, [2], group="a", prompt=(9, 9))  # a group can have several prompts
-    assert len(made[0]._groups._trees) == 4
-    assert made[0]._groups.tokens() > before
+    first = sample(run, [0], group="a")
+    again = sample(run, [0], **arguments)
+    assert outputs(again) == outputs(first)
+    num_tokens = sum(map(len, outputs(again)))
+    assert accepted(again) > 0.7 * num_tokens if meets else accepted(again) < 0.5 * num_tokens
 
 
 def test_old_versions_leave_the_window():
@@ -98,20 +103,20 @@ def test_old_versions_leave_the_window():
     run = engine(make)
     sample(run, [0])
     (proposer,) = made
-    kept = proposer._groups.tokens()
+    kept = proposer.groups.tokens()
     proposer.target_updated(1)
-    assert proposer._groups.tokens() == kept
+    assert proposer.groups.tokens() == kept
     sample(run, [1], group="other")
     proposer.target_updated(2)
-    assert 0 < proposer._groups.tokens() <= kept
+    assert 0 < proposer.groups.tokens() <= kept
     proposer.target_updated(3)
-    assert proposer._groups.tokens() == 0
+    assert proposer.groups.tokens() == 0
 
 
 def test_the_history_has_a_bound():
     make, made = grouped(history=100)
     sample(engine(make), range(6), limit=60)
-    assert made[0]._groups.tokens() <= 100
+    assert made[0].groups.tokens() <= 100
 
 
 def test_removed_outputs_are_not_found():

@@ -9,8 +9,9 @@ import torch
 
 from outrider.core import tree
 from outrider.core.types import Scores
-from outrider.drafting.propose.lookup import lookahead
+from outrider.drafting.propose.lookup import lookahead_window
 from outrider.drafting.propose.lookup.lookahead import LookaheadProposer, Sizes, parse_lookahead_size
+from outrider.drafting.propose.lookup.lookahead_window import NgramPool, SequenceWindow
 from outrider.drafting.propose.registry import find_proposer
 from outrider.errors import OutriderError
 from outrider.testing import ToyTarget, toy_setup
@@ -33,7 +34,7 @@ def step(proposer, target, seqs, budget, *, cut=None):
     """Run a greedy round, in which `cut` draft tokens are verified. Return the draft and the window of sequence 0."""
     batch = batch_of(seqs, budget)
     draft = proposer.propose(batch)
-    columns = list(proposer._windows[0].columns)
+    columns = list(proposer.windows[0].columns)
     verified = draft if cut is None else tree.cut(draft, (cut,) * len(seqs))
     commit(proposer, verify(target, batch, verified, with_best=True))
     return draft, columns
@@ -49,7 +50,7 @@ def path_of(draft, b, node):
 
 def ngrams_of(proposer, slot):
     """Return the n-gram pool of a sequence, by first token."""
-    return proposer._windows[slot].pool._ngrams
+    return proposer.windows[slot].pool.ngrams
 
 
 def test_window_and_pool_follow_the_paper():
@@ -70,7 +71,7 @@ def test_window_and_pool_follow_the_paper():
             expected_pool[column[0]] = [(*column[1:], new), *others][: SIZES.guesses]
             moved.append((*column[1:], new))
         assert len(columns) == SIZES.window
-        assert proposer._windows[0].columns == moved[len(seq.token_ids) - len(text) - 1 :]
+        assert proposer.windows[0].columns == moved[len(seq.token_ids) - len(text) - 1 :]
         assert ngrams_of(proposer, 0) == expected_pool
     assert len(expected_pool) > 5
 
@@ -85,25 +86,21 @@ def test_draft_stays_within_any_budget(budget):
         for b, width in enumerate(draft.width):
             pairs = list(zip(draft.parent[b, :width].tolist(), draft.tokens[b, :width].tolist(), strict=True))
             assert len(set(pairs)) == width, "a node is duplicated"
-        for seq in seqs:
-            num_pool_tokens = len(proposer._drafted[seq.slot][0].tokens)
-            num_tokens = len(proposer._trees[seq.slot].tokens)
-            assert num_pool_tokens <= num_tokens <= num_pool_tokens + WINDOW_TOKENS
     proposer.propose(batch_of(seqs, budget))
-    for window in proposer._windows.values():
+    for window in proposer.windows.values():
         assert min(budget // 2 // 3, 3) <= len(window.columns) <= min(budget // 3, 3)
 
 
 def test_small_budget_has_no_window():
     _, proposer, (seq,) = admitted([[3, 1, 4, 1, 5]])
-    proposer._windows[0].pool.add((seq.token_ids[-1], 7, 8, 9))
+    proposer.windows[0].pool.add((seq.token_ids[-1], 7, 8, 9))
     draft = proposer.propose(batch_of([seq], 2))
     assert draft.tokens.tolist() == [[7, 8]]
-    assert proposer._windows[0].columns == []
+    assert proposer.windows[0].columns == []
 
 
 def test_pool_keeps_the_latest_ngrams_of_a_token():
-    pool = lookahead._NgramPool(2)
+    pool = NgramPool(2)
     for ngram in [(1, 2, 3), (1, 4, 5), (1, 2, 3), (1, 6, 7)]:
         pool.add(ngram)
     assert pool.after(1) == [(6, 7), (2, 3)]
@@ -111,44 +108,46 @@ def test_pool_keeps_the_latest_ngrams_of_a_token():
 
 
 def test_pool_is_bounded(monkeypatch):
-    monkeypatch.setattr(lookahead, "MAX_POOL_TOKENS", 8)
-    pool = lookahead._NgramPool(2)
+    monkeypatch.setattr(lookahead_window, "MAX_POOL_TOKENS", 8)
+    pool = NgramPool(2)
     for first in range(30):
         pool.add((first, 1, 2))
-    assert 4 < len(pool._ngrams) <= 8
-    assert 29 in pool._ngrams
+    assert 4 < len(pool.ngrams) <= 8
+    assert 29 in pool.ngrams
 
 
 def test_window_moves_by_the_emitted_tokens():
-    pool = lookahead._NgramPool(2)
-    window = lookahead._SequenceWindow(pool, random.Random(0), [(1, 2), (3, 4), (5, 6)])
+    pool = NgramPool(2)
+    window = SequenceWindow(pool, random.Random(0), [(1, 2), (3, 4), (5, 6)])
     window.move([7, 8, None], [9], emitted=2)
     assert window.columns == [(4, 8), (6, 9)]  # a column that was not scored gets a random token of the sequence
-    assert pool._ngrams == {1: [(2, 7)], 3: [(4, 8)]}
+    assert pool.ngrams == {1: [(2, 7)], 3: [(4, 8)]}
     window.move([0, 0], [9], emitted=5)
     assert window.columns == []
 
 
 def test_probability_of_window_tokens_is_accepted_tokens_per_window_token():
     """It rises if window tokens are left out, because the others then earn more."""
-    target, proposer, seqs = admitted([[3, 1, 4]])
-    draft, _ = step(proposer, target, seqs, 24)
-    prior = lookahead._WINDOW_PRIOR
-    assert draft.accept_prob == (pytest.approx([prior] * draft.width[0]),)
-    accepted = 0.0
-    scored = WINDOW_TOKENS
-    for _ in range(60):
-        before = len(seqs[0].token_ids)
-        step(proposer, target, seqs, 24)
-        newly_accepted = len(proposer._trees[0].path(seqs[0].token_ids[before:]))
-        accepted = accepted * lookahead._DECAY + newly_accepted
-        scored = scored * lookahead._DECAY + WINDOW_TOKENS
-    with_window = proposer._window_accept_prob()
-    weight = lookahead._WINDOW_PRIOR_WEIGHT
-    assert with_window == pytest.approx((accepted + weight * prior) / (scored + weight))
+    target, proposer, (seq,) = admitted([[3, 1, 4]])
+
+    def window_prob():
+        """Return the probability that a sequence has whose pool is empty, so that it drafts window tokens alone."""
+        new = make_seq([3, 1, 4], 1)
+        proposer.admit(1, new.request)
+        probs = proposer.propose(batch_of([new], 24)).accept_prob[0]
+        assert probs == pytest.approx([probs[0]] * len(probs))
+        return probs[0]
+
+    before = len(seq.token_ids)
+    rounds = 300
+    for _ in range(rounds):
+        step(proposer, target, [seq], 24)
+    accepted = len(seq.token_ids) - before - rounds  # each round also emits a token of the target
+    with_window = window_prob()
+    assert with_window == pytest.approx(accepted / (rounds * WINDOW_TOKENS), rel=0.1)
     for _ in range(40):  # a planner that keeps the two likeliest draft tokens and no window token
-        step(proposer, target, seqs, 24, cut=2)
-    assert proposer._window_accept_prob() > with_window
+        step(proposer, target, [seq], 24, cut=2)
+    assert window_prob() > with_window
 
 
 def test_window_tokens_are_found_in_changed_drafts():
@@ -156,7 +155,7 @@ def test_window_tokens_are_found_in_changed_drafts():
     target, proposer, (seq,) = admitted([[3, 1, 4, 1, 5]])
     batch = batch_of([seq], 12)
     proposer.propose(batch)
-    column = proposer._windows[0].columns[0]
+    column = proposer.windows[0].columns[0]
     merged = tree.one_hot_tree(torch.tensor([[11, *column]]), torch.tensor([[-1, -1, 1, 2]]), (4,))
     logits = score(target, seq, merged, 0)[None]
     best = logits.argmax(-1)
@@ -178,7 +177,7 @@ def test_sequences_share_no_ngrams():
     assert tokens[: len(batch_tokens)] == batch_tokens[: len(tokens)]
     assert set(alone_pool) | {token for ngrams in alone_pool.values() for ngram in ngrams for token in ngram}
     in_batch.release(1)
-    assert 1 not in in_batch._windows
+    assert 1 not in in_batch.windows
     in_batch.admit(1, make_seq([2, 2], 1).request)
     assert not ngrams_of(in_batch, 1)
     assert batch_pool is ngrams_of(in_batch, 0)

@@ -207,18 +207,17 @@ def test_draft_model_equal_to_the_target_is_always_accepted(verifier):
 def test_draft_cache_holds_the_committed_tokens():
     target = ToyTarget(spread=3.0)
     draft = ToyTarget(spread=3.0, seed=9)
-    engine = make_engine(target, lambda setup: TreeProposer(setup, draft), verifier="traversal", k=7, rows=4)
     num_missing = {}  # committed tokens that the draft model's cache lacks, by request and round
-    propose = engine._proposer.propose
 
-    def check_and_propose(batch):
-        for seq in batch.seqs:
-            cached = draft.cache.text[seq.slot]
-            assert cached == seq.token_ids[: len(cached)]
-            num_missing.setdefault(seq.request.id, []).append(len(seq.token_ids) - len(cached))
-        return propose(batch)
+    class Checked(TreeProposer):
+        def propose(self, batch):
+            for seq in batch.seqs:
+                cached = draft.cache.text[seq.slot]
+                assert cached == seq.token_ids[: len(cached)]
+                num_missing.setdefault(seq.request.id, []).append(len(seq.token_ids) - len(cached))
+            return super().propose(batch)
 
-    engine._proposer.propose = check_and_propose
+    engine = make_engine(target, lambda setup: Checked(setup, draft), verifier="traversal", k=7, rows=4)
     prompts = [[1, 2, 3, slot] for slot in range(6)]
     run(engine, prompts, SamplingParams(temperature=1.0, seed=2), limit=40, ends=frozenset())
     later = [missing for rounds in num_missing.values() for missing in rounds[3:]]

@@ -9,9 +9,10 @@ import torch
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, DraftBudget, Scores
-from outrider.drafting.propose.lookup import recycle
+from outrider.drafting.propose.lookup import successors
 from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.drafting.propose.lookup.recycle import RecycleProposer
+from outrider.drafting.propose.lookup.successors import SIMILAR, Successors, SuccessorTable, prior
 from outrider.drafting.propose.registry import find_proposer
 from outrider.errors import OutriderError
 from outrider.testing import ToyTarget, toy_setup
@@ -43,7 +44,7 @@ def admitted(prompts, *, vocab=40, seed=0):
 
 def successors_of(proposer, slot):
     """Return the stored successors of a sequence, by suffix."""
-    return proposer._tables[slot]._successors
+    return proposer.tables[slot].by_suffix
 
 
 def test_single_tokens_have_the_latest_successors():
@@ -55,8 +56,8 @@ def test_single_tokens_have_the_latest_successors():
             expected[token] = node_logits.argsort(descending=True)[:8].tolist()
     stored = successors_of(proposer, 0)
     assert len(expected) > 20
-    for token, successors in expected.items():
-        assert stored[token,].tokens == successors
+    for token, tokens in expected.items():
+        assert stored[token,].tokens == tokens
 
 
 def test_longer_suffixes_have_their_own_successors():
@@ -71,7 +72,7 @@ def test_longer_suffixes_have_their_own_successors():
                 if len(path) >= size:
                     expected[path[-size:]] = node_logits.argsort(descending=True)[:8].tolist()
     stored = successors_of(proposer, 0)
-    assert all(stored[suffix].tokens == successors for suffix, successors in expected.items())
+    assert all(stored[suffix].tokens == tokens for suffix, tokens in expected.items())
     assert {len(suffix) for suffix in expected} == {2, 3, 4}
 
 
@@ -84,16 +85,14 @@ def test_prompt_is_stored():
     assert list(successors_of(proposer, 0)[7, 8].tokens) == [6, 9]
 
 
-def recycle_table(proposer):
-    return proposer._tables[0]._successors
-
-
-def ngram_table(proposer):
-    return proposer._indexes[0]._positions
-
-
-@pytest.mark.parametrize(("make", "table_of"), [(RecycleProposer, recycle_table), (NgramProposer, ngram_table)])
-def test_prompt_is_stored_as_it_is_prefilled(make, table_of):
+@pytest.mark.parametrize(
+    ("make", "size_of"),
+    [
+        (RecycleProposer, lambda proposer: len(successors_of(proposer, 0))),
+        (NgramProposer, lambda proposer: len(proposer.indexes[0])),
+    ],
+)
+def test_prompt_is_stored_as_it_is_prefilled(make, size_of):
     """Not at admission, which would delay other sequences. The draft is the same as with the whole prompt at once."""
     rng = random.Random(5)
     seq = make_seq([rng.randrange(6) for _ in range(90)], 0)
@@ -101,47 +100,40 @@ def test_prompt_is_stored_as_it_is_prefilled(make, table_of):
     at_once = make(toy_setup(ToyTarget(vocab=6)))
     for proposer in (chunked, at_once):
         proposer.admit(0, seq.request)
-    sizes = [len(table_of(chunked))]
+    sizes = [size_of(chunked)]
     for start in range(0, 89, 16):
         end = min(start + 16, 89)
         feed = tuple(seq.token_ids[start:end])
         chunked.propose(Batch(seqs=(seq,), start=(start,), feed=(feed,), budget=DraftBudget((0,))))
-        sizes.append(len(table_of(chunked)))
+        sizes.append(size_of(chunked))
     assert sizes[0] == 0
     assert all(before < after for before, after in pairwise(sizes))
     drafts = [proposer.propose(batch_of([seq], 8)) for proposer in (chunked, at_once)]
     assert drafts[0].width == (8,)
     assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
     assert drafts[0].parent.tolist() == drafts[1].parent.tolist()
-    assert table_of(chunked) == table_of(at_once)
+    assert size_of(chunked) == size_of(at_once)
 
 
 def test_unknown_token_uses_successors_of_a_similar_one():
-    table = recycle._SuccessorTable(0)
-    table.put((1, 2, 3, 4), recycle._Successors([5, 6, 7], [3.0, 2.0, 1.0]))
+    table = SuccessorTable(0)
+    table.put((1, 2, 3, 4), Successors([5, 6, 7], [3.0, 2.0, 1.0]))
     assert list(table.candidates((1, 2, 3, 4, 9))) == []
     # A draft token at the same place, which was scored but not accepted.
-    table.put((2, 3, 4, 6), recycle._Successors([8, 1], [4.0, 1.0]))
-    tokens, kinds = zip(*table.candidates((1, 2, 3, 4, 9)), strict=True)
-    assert tokens == (8, 1)
-    assert {kind // recycle._KINDS_PER_SOURCE for kind in kinds} == {recycle._SIMILAR}
+    similar = Successors([8, 1], [4.0, 1.0])
+    table.put((2, 3, 4, 6), similar)
+    assert list(table.candidates((1, 2, 3, 4, 9))) == [(8, similar.kind(SIMILAR, 0)), (1, similar.kind(SIMILAR, 1))]
     table.add_output([3, 3, 8])
     # The most frequent output tokens come last.
     assert [token for token, _ in table.candidates((1, 2, 3, 4, 9))] == [8, 1, 3]
 
 
-def level_of(kind):
-    return kind % recycle._KINDS_PER_SOURCE // recycle._NUM_SUCCESSORS
-
-
 def test_kind_depends_on_the_logits():
-    successors = recycle._Successors([1, 2, 3], [9.0, 8.9, -torch.inf])
-    levels = [level_of(successors.kind(1, rank)) for rank in range(3)]
-    assert levels == [recycle._EVEN_LEVEL, recycle._EVEN_LEVEL, 0]
-    certain = recycle._Successors([1, 2], [50.0, 1.0])
-    assert level_of(certain.kind(1, 0)) == 2 * recycle._EVEN_LEVEL
-    priors = [recycle._prior(kind) for kind in (certain.kind(1, 0), successors.kind(1, 0), successors.kind(1, 2))]
-    assert priors[0] > priors[1] > priors[2]
+    even = Successors([1, 2, 3], [9.0, 8.9, -torch.inf])
+    certain = Successors([1, 2], [50.0, 1.0])
+    priors = [prior(even.kind(1, rank)) for rank in range(3)]
+    assert priors[0] == priors[1] > 100 * priors[2]
+    assert prior(certain.kind(1, 0)) == pytest.approx(2 * priors[0], rel=0.01)
 
 
 def best_nodes(proposer, table, suffix, budget):
@@ -151,7 +143,7 @@ def best_nodes(proposer, table, suffix, budget):
     def visit(suffix, path, parent_prob):
         prob = parent_prob
         for token, kind in table.candidates(suffix):
-            prob = min(prob, parent_prob * proposer._accept_prob(kind))
+            prob = min(prob, parent_prob * proposer.accept_prob(kind))
             if prob > 0.1:
                 nodes.append((prob, (*path, token)))
                 visit((*suffix[-4:], token), (*path, token), prob)
@@ -163,7 +155,7 @@ def best_nodes(proposer, table, suffix, budget):
 def test_tree_has_the_likeliest_nodes():
     target, proposer, seqs = admitted([[3, 1, 4]], vocab=12)
     run_rounds(proposer, target, seqs, 12, 12)
-    expected = best_nodes(proposer, proposer._tables[0], tuple(seqs[0].token_ids[-5:]), 9)
+    expected = best_nodes(proposer, proposer.tables[0], tuple(seqs[0].token_ids[-5:]), 9)
     draft = proposer.propose(batch_of(seqs, 9))
     assert draft.accept_prob is not None
     assert sorted(draft.accept_prob[0]) == pytest.approx(sorted(prob for prob, _ in expected))
@@ -196,8 +188,7 @@ def test_sequences_share_no_successors():
     in_batch.admit(1, new_seq.request)
     in_batch.propose(batch_of([new_seq], 0))
     assert set(successors_of(in_batch, 1)) == {(2,)}
-    assert in_batch._tables[1].candidates((3, 1, 4)) is not None
-    assert not list(in_batch._tables[1].candidates((3, 1, 4)))
+    assert not list(in_batch.tables[1].candidates((3, 1, 4)))
 
 
 def test_prefilling_sequences_store_no_logits():
@@ -225,7 +216,7 @@ def test_successors_of_other_proposers_drafts_are_stored():
 
 
 def test_number_of_suffixes_is_bounded(monkeypatch):
-    monkeypatch.setattr(recycle, "MAX_SUFFIXES", 200)
+    monkeypatch.setattr(successors, "MAX_SUFFIXES", 200)
     target, proposer, seqs = admitted([[3, 1, 4]])
     run_rounds(proposer, target, seqs, 12, 40)
     assert 100 < len(successors_of(proposer, 0)) <= 200

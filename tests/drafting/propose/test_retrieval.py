@@ -244,7 +244,7 @@ def test_datastore_has_the_tokens_and_sizes_of_its_files(corpus, tmp_path, token
 def documents(store):
     """Return the tokens of each document."""
     documents = [[]]
-    for token in store._tokens.tolist():
+    for token in store.tokens.tolist():
         if token == store.separator:
             documents.append([])
         else:

@@ -402,7 +402,7 @@ def test_rounds_without_drafts_index_nothing_until_the_next_draft():
         seq.num_cached_tokens = len(seq.token_ids)
         seq.token_ids.append(token)
         assert propose(proposer, seq, budget=0)[1].size == 0
-        assert len(proposer._indexes[0]) == len(STORY) + 3
+        assert len(proposer.indexes[0]) == len(STORY) + 3
     assert propose(proposer, seq)[1].tokens[0].tolist() == STORY[6:10]
 
 
@@ -412,7 +412,7 @@ def test_prompt_is_indexed_as_it_is_prefilled():
     proposer.admit(0, seq.request)
     batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids[:20]),), budget=DraftBudget((0,)))
     assert proposer.propose(batch).size == 0
-    assert len(proposer._indexes[0]) == 20
+    assert len(proposer.indexes[0]) == 20
     seq.num_cached_tokens = 20
     _, draft = propose(proposer, seq)
     assert draft.tokens[0].tolist() == STORY[:4]

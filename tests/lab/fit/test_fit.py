@@ -152,7 +152,7 @@ def test_head_is_trained_on_the_quantized_target(source, fit, tmp_path, monkeypa
     trained_on = []
 
     def record(settings, plan, training, progress):
-        trained_on.append(training._setup.parts.target.kernels)
+        trained_on.append(training.setup.parts.target.kernels)
         return stages.train_head(settings, plan, training, progress)
 
     monkeypatch.setattr(run, "train_head", record)

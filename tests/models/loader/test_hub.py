@@ -261,7 +261,7 @@ def test_without_network(hub, cache, monkeypatch):
 
 def test_a_broken_connection_is_resumed(hub, monkeypatch, capsys):
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 50)  # bytes that are written at once
-    monkeypatch.setattr(bar, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(bar, "LINE_SECONDS", 0.0)
     model_folder("org/model", weights=False)
     hub.cut_after = [100, 50]
     assert (model_folder("org/model") / "model.safetensors").read_bytes() == WEIGHTS

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModel
 
-from outrider.models.loader.model_config import _DEFAULTS, make_model_config, read_native_config
+from outrider.models.loader.model_config import DEFAULTS, make_model_config, read_native_config
 from outrider.models.loader.weight_shapes import weight_shapes
 from outrider.models.native.dimensions import Dimensions
 
@@ -47,7 +47,7 @@ ROPES = {
 }
 # Settings beside `SIZES`, by a name and the model type.
 CASES = {
-    **{(name, name): {"rope_theta": 5000.0, **HEADS} for name in _DEFAULTS},
+    **{(name, name): {"rope_theta": 5000.0, **HEADS} for name in DEFAULTS},
     **{(name, name): {"rope_theta": 5000.0, "num_key_value_heads": 2} for name in EQUAL_HEADS},
     ("layers with one MLP", "qwen3_moe"): {
         "rope_theta": 1e4,

@@ -12,7 +12,7 @@ from outrider.core import tree
 from outrider.errors import OutriderError
 from outrider.models.loader.check import check_target
 from outrider.models.loader.load import load_checkpoint, read_weights
-from outrider.models.loader.model_config import _TEXT_PARTS, read_native_config
+from outrider.models.loader.model_config import TEXT_PARTS, read_native_config
 from outrider.models.loader.native_checkpoint import name_weights, open_stored
 from outrider.models.loader.transformers_checkpoint import read_model
 from tests.helpers import tiny
@@ -101,7 +101,7 @@ def test_damaged_files_are_named(folder, content):
 
 
 # Models beside dense text models.
-OTHERS = (*("mixtral", "qwen3_moe", "qwen3_moe not normalized", "olmoe"), *_TEXT_PARTS)
+OTHERS = (*("mixtral", "qwen3_moe", "qwen3_moe not normalized", "olmoe"), *TEXT_PARTS)
 _WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64, "moe_intermediate_size": 32}
 
 

@@ -9,7 +9,7 @@ import pytest
 from outrider.errors import MissingKernels
 from outrider.models.native import builds
 from outrider.models.native.builds import BUILDS, find_prebuilt, own_flags, prebuilt_path
-from outrider.models.native.library import _share_openmp, find_compiler
+from outrider.models.native.library import find_compiler, share_openmp
 from tests.helpers import tiny
 
 HASWELL = {"ssse3", "avx", "avx2", "fma3", "f16c", "bmi", "bmi2", "lzcnt"}
@@ -143,5 +143,5 @@ def test_kernels_find_an_openmp_library_that_torch_loads_for_itself(tmp_path):
     ctypes.CDLL(str(tmp_path / "libgomp.so.1"))
     with pytest.raises(OSError, match="undefined symbol"):
         ctypes.CDLL(str(tmp_path / "kernels.so"))
-    _share_openmp(tmp_path)
+    share_openmp(tmp_path)
     ctypes.CDLL(str(tmp_path / "kernels.so"))

@@ -15,7 +15,7 @@ from outrider.llm import LLM
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
 from outrider.models.loader.model_class import auto_class
-from outrider.models.torch.attention_layers.alibi import _mpt_slopes, _slopes
+from outrider.models.torch.attention_layers.alibi import bloom_slopes, mpt_slopes
 from outrider.models.torch.attention_layers.registry import LAYERS
 from outrider.models.torch.rounding import TOLERANCE
 from tests.helpers import tiny
@@ -91,6 +91,6 @@ def test_slopes_equal_those_of_transformers(heads):
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
     expected = bloom.build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
-    torch.testing.assert_close(torch.tensor(_slopes(heads)), expected)
+    torch.testing.assert_close(torch.tensor(bloom_slopes(heads)), expected)
     expected = mpt.build_mpt_alibi_tensor(heads, 2)[:, 0, 0]
-    torch.testing.assert_close(-torch.tensor(_mpt_slopes(heads)), expected)
+    torch.testing.assert_close(-torch.tensor(mpt_slopes(heads)), expected)

@@ -196,7 +196,7 @@ def test_bfloat16():
 @pytest.mark.parametrize("kind", ["dense", "own4", "Q6_K", "Q5_K"])
 def test_row_has_the_same_bits_in_each_tile(kind, monkeypatch):
     """A program computes the four chains at once, one after the other, or one of them."""
-    monkeypatch.setattr(products, "_FINISH_ROWS", 64)  # fewer programs take less time
+    monkeypatch.setattr(products, "FINISH_ROWS", 64)  # fewer programs take less time
     generator = torch.Generator().manual_seed(0)
     inputs = width(kind)
     weight = made(kind, 48, inputs)
@@ -214,7 +214,7 @@ def test_row_has_the_same_bits_in_each_tile(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["dense", "fp8 blocks", "4-32-2"])
 def test_row_has_the_same_bits_among_many(kind, monkeypatch):
-    monkeypatch.setattr(products, "_FINISH_ROWS", 64)  # fewer programs take less time
+    monkeypatch.setattr(products, "FINISH_ROWS", 64)  # fewer programs take less time
     weight = made(kind, 40, 272)
     weight = weight.half() if kind == "dense" else weight
     x = torch.randn(300, 272, generator=torch.Generator().manual_seed(1)).half()

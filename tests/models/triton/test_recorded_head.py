@@ -59,7 +59,7 @@ def reference():
 def make(name, make_target=None, **options):
     """Return a head on the Triton kernels, or made by `make_target`."""
     module = heads.random_draft(heads.cases()[name][1])
-    make_target = make_target or resolve_name(f"{registry.__package__}.{registry._recorded_kind(module)}")
+    make_target = make_target or resolve_name(f"{registry.__package__}.{registry.recorded_kind(module)}")
     return make_target(module, TABLES, slots=3, context=160, **options)
 
 

@@ -108,7 +108,7 @@ CASES = [  # the first of each rule is fast
 )
 def test_verdict_equals_torch_rule(name, shape, kinds, options, interpreted, monkeypatch):
     """The vocabulary takes two blocks, the second of them in part."""
-    monkeypatch.setattr(rules, "_BLOCK", 32)
+    monkeypatch.setattr(rules, "IDS_AT_ONCE", 32)
     generator = torch.Generator().manual_seed(2)
     draft, p = make_case(SHAPES[shape], KINDS[kinds], batch_size=4, vocab=41, generator=generator, **options)
     assert_equals_torch(name, draft, Packed.of(p), random_noise(4, generator))

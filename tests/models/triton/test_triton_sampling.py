@@ -32,7 +32,7 @@ def assert_equals_torch(logits, params, of=slice(None)):
 @pytest.mark.fast_cases("333-512-0.3", "5-8-3.0")
 @pytest.mark.parametrize(("vocab", "block", "spread"), [(5, 8, 3.0), (333, 512, 0.3), (100, 32, 3.0)])
 def test_probs_equal_torch(vocab, block, spread, interpreted, monkeypatch):
-    monkeypatch.setattr(sampling, "_BLOCK", block)
+    monkeypatch.setattr(sampling, "IDS_AT_ONCE", block)
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(len(PARAMS), 1, vocab, generator=generator) * spread
     logits_before = logits.clone()
@@ -42,7 +42,7 @@ def test_probs_equal_torch(vocab, block, spread, interpreted, monkeypatch):
 
 def test_ties(interpreted, monkeypatch):
     """Top-k keeps all ties of the last kept token. Top-p keeps as many as it needs, the first ids."""
-    monkeypatch.setattr(sampling, "_BLOCK", 2)  # the ties are in all blocks
+    monkeypatch.setattr(sampling, "IDS_AT_ONCE", 2)  # the ties are in all blocks
     logits = torch.tensor([[[2.0, 1.0, 1.0, 0.0, 1.0]]])
     assert (assert_equals_torch(logits, [{"top_k": 2}]) > 0).tolist() == [[[True, True, True, False, True]]]
     for top_p, kept in ((1e-9, 1), (0.5, 2), (0.7, 3), (0.9, 4), (0.99, 5)):
@@ -78,7 +78,7 @@ def test_non_finite_logits_affect_only_their_sequence(value, interpreted):
 
 
 def test_inverse_cdf_equals_torch(interpreted, monkeypatch):
-    monkeypatch.setattr(sampling, "_BLOCK", 16)
+    monkeypatch.setattr(sampling, "IDS_AT_ONCE", 16)
     generator = torch.Generator().manual_seed(0)
     mass = torch.rand(6, 40, generator=generator) * (torch.rand(6, 40, generator=generator) < 0.3)
     mass[0, :30] = 0.0

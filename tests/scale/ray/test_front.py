@@ -73,7 +73,7 @@ class Engine:
 def lost(monkeypatch):
     monkeypatch.setattr(module, "lost_actor_errors", lambda: (Lost,))
     monkeypatch.setattr(module, "no_replica_errors", lambda: (NoReplica,))
-    monkeypatch.setattr(module, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
 
 
 def ask(engine, *keys, api_keys=(), headers=()):

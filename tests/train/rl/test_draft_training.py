@@ -58,7 +58,7 @@ def test_the_policy_does_not_notice(shelf, head, kind):
 def test_the_recorded_states_are_those_of_whole_sequences(shelf):
     run = make(shelf / "policy", shelf / "draft", settings=replace(SETTINGS, updates=2))
     samples = []
-    run.draft.train = lambda: samples.extend(run.draft._samples)
+    run.draft.train = lambda: samples.extend(run.draft.samples)
     (report,) = run.train(PROBLEMS, 1)
     assert 0 < len(samples) <= len(report.rewards)  # once per rollout, not per update
     policy = load_trainable(shelf / "policy", torch.device("cpu")).model.eval()  # before the updates
@@ -84,11 +84,9 @@ def test_the_draft_learns(shelf):
 def test_an_update_that_costs_acceptance_is_taken_back(shelf):
     run = make(shelf / "policy", shelf / "policy", tolerance=0.2)  # the draft is the policy: tau is as high as can be
     (first,) = run.train(PROBLEMS, 1)
-    good = {name: value.clone() for name, value in run.draft._trainee.module.state_dict().items()}
-    run.draft._previous = good
+    good = {name: value.clone() for name, value in run.draft.trainee.module.state_dict().items()}
     broken = {name: torch.randn_like(value) for name, value in good.items()}
-    run.draft._trainee.module.load_state_dict(broken)
-    run.engine.update_draft(broken)
+    run.draft.load_state_dict({**run.draft.state_dict(), "module": broken, "previous": good})
     (second,) = run.train(PROBLEMS, 2)
     assert second.speculation.tau < 0.8 * first.speculation.tau
     assert second.draft_rolled_back

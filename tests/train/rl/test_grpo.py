@@ -189,13 +189,13 @@ def test_update_uses_some_of_the_answers(shelf):
     settings = GRPOSettings(problems=2, samples=4, trained_samples=2, max_tokens=8, lr=1e-2, seed=4)
     run = make(shelf / "policy", settings=settings)
     counts = []
-    split = run._updater.micro_batches
+    split = run.updater.micro_batches
 
     def record(rollouts, advantages):
         counts.append(len(rollouts))
         return split(rollouts, advantages)
 
-    run._updater.micro_batches = record
+    run.updater.micro_batches = record
     (report,) = run.train(PROBLEMS, 1)
     assert len(report.rewards) == 8
     assert 0 < counts[0] <= 4
@@ -210,7 +210,7 @@ def test_an_update_has_one_pass_for_each_prompt_and_its_answers(shelf, updates, 
     passes = {"policy": 0, "reference": 0}
     models = {"policy": run.policy}
     if beta:
-        models["reference"] = run._updater._reference
+        models["reference"] = run.updater.reference
     for name, model in models.items():
         model.register_forward_hook(lambda *_, name=name: passes.update({name: passes[name] + 1}))
     (report,) = run.train(PROBLEMS, 1)

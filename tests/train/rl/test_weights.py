@@ -263,9 +263,9 @@ def _resident_bytes(llm, weights):
     for _ in range(5):
         _update(llm, weights, 1)
         gc.collect()
-        if libc := heap._glibc():
+        if libc := heap.glibc():
             libc.malloc_trim(0)
-        readings.append(heap._resident_bytes())
+        readings.append(heap.resident_bytes())
     return median(readings)
 
 

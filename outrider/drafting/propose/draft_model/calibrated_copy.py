@@ -15,7 +15,7 @@ from outrider.models.native.target import NativeTarget
 from outrider.runtime.progress import stage
 
 _TOKENS = 5  # that the target reads of each embedded prompt: more hardly change the scales
-_MOST_OPERATIONS = 3e11  # that they may take: about 5 s on two cores with AVX2
+MOST_OPERATIONS = 3e11  # that they may take: about 5 s on two cores with AVX2
 
 
 def calibrated_copy(target: SelfDraftTarget, bits: int, setup: ProposerSetup) -> Target:
@@ -31,7 +31,7 @@ def calibrated_copy(target: SelfDraftTarget, bits: int, setup: ProposerSetup) ->
     """
     if bits != 4 or not isinstance(target, NativeTarget) or setup.ranks > 1 or setup.tokenizer is None:
         return target.make_requantized(bits)
-    if target.pass_operations(_TOKENS * len(read_prompts())) > _MOST_OPERATIONS:
+    if target.pass_operations(_TOKENS * len(read_prompts())) > MOST_OPERATIONS:
         return target.make_requantized(bits)
 
     def measure() -> dict[str, torch.Tensor]:

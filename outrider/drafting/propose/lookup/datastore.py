@@ -83,7 +83,7 @@ class Datastore:
         self.separator = _separator(header.width)
         self._bytes = tokens
         self._width = header.width
-        self._tokens = np.frombuffer(tokens, f">u{header.width}")
+        self.tokens = np.frombuffer(tokens, f">u{header.width}")
         self._positions = np.frombuffer(suffixes, "<u4")
         self._suffixes = self._positions.astype(np.uint32, copy=False).data
 
@@ -138,7 +138,7 @@ class Datastore:
         picks = match.span.start + np.arange(num_samples) * len(match.span) // num_samples
         positions = self._positions[picks].astype(np.int64) + match.size + np.arange(depth)[:, None]
         # Positions of a damaged datastore may be too large. Limit them, so that it only causes a bad draft.
-        following: list[list[int]] = self._tokens[np.minimum(positions, len(self._tokens) - 1)].tolist()
+        following: list[list[int]] = self.tokens[np.minimum(positions, len(self.tokens) - 1)].tolist()
         return following
 
     def _occurrences(self, encoded: bytes) -> range:

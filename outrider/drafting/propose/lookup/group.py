@@ -31,7 +31,7 @@ class GroupProposer(SuffixProposer):
         """Keep up to `history` tokens of outputs, of the last `versions` weights of the target (None: of all)."""
         super().__init__(setup, history=history)
         assert self._history is not None
-        self._groups = self._history
+        self.groups = self._history
         self._versions = versions
         self._version = 0
         self._chunks: dict[int, list[int]] = {}  # by id of a running request: the outputs that are its chunks
@@ -42,7 +42,7 @@ class GroupProposer(SuffixProposer):
         """Note that the target has new weights. Outputs before the window are dropped."""
         self._version = version
         if self._versions is not None:
-            self._groups.remove_before(version - self._versions + 1)
+            self.groups.remove_before(version - self._versions + 1)
 
     def commit(self, round: Round) -> None:
         super().commit(round)
@@ -51,7 +51,7 @@ class GroupProposer(SuffixProposer):
             known = self._published.get(id, 0)
             if seq.num_output_tokens - known >= _CHUNK:
                 begin = len(seq.request.prompt_token_ids) + known
-                chunk = self._groups.learn(
+                chunk = self.groups.learn(
                     self._scope(seq), seq.token_ids[:begin], seq.token_ids[begin:], version=self._version
                 )
                 self._published[id] = seq.num_output_tokens

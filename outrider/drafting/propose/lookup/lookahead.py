@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,17 +18,15 @@ from outrider.core import tree
 from outrider.core.proposer import ProposerSetup, parse_count
 from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceState
 from outrider.drafting.propose.acceptance import AcceptanceEstimator
+from outrider.drafting.propose.lookup.lookahead_window import Ngram, NgramPool, SequenceWindow
 from outrider.drafting.propose.tree_builder import TreeBuilder, build_draft
 from outrider.errors import OutriderError
 
 _PRIOR = 0.4  # acceptance of a draft token from the pool before any has been verified
-MAX_POOL_TOKENS = 1 << 15  # first tokens for which the pool has n-grams
 _WINDOW_PRIOR = 0.2  # accepted draft tokens per window token, before any were counted
 _WINDOW_PRIOR_WEIGHT = 64.0  # of _WINDOW_PRIOR, in window tokens
 _DECAY = 0.995  # of the counts, with each round
 _MAX_SIZES = (256, 32, 64)  # of W, N and G: the work of a round on the host grows with each of them
-
-Ngram = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,68 +36,6 @@ class Sizes:
     window: int = 10  # columns of window tokens
     size: int = 3  # tokens of an n-gram; a column has one less
     guesses: int = 8  # n-grams kept for a first token
-
-
-class _NgramPool:
-    """The n-grams of one sequence by their first token, latest first."""
-
-    def __init__(self, most: int) -> None:
-        """Keep at most `most` n-grams for each first token."""
-        self._most = most
-        self._ngrams: dict[int, list[Ngram]] = {}  # the rest of each n-gram, by first token
-
-    def add(self, ngram: Ngram) -> None:
-        first = ngram[0]
-        rest = ngram[1:]
-        others = [other for other in self._ngrams.pop(first, ()) if other != rest]
-        self._ngrams[first] = [rest, *others[: self._most - 1]]
-        if len(self._ngrams) > MAX_POOL_TOKENS:
-            for oldest in list(islice(self._ngrams, MAX_POOL_TOKENS // 4)):
-                del self._ngrams[oldest]
-
-    def after(self, token: int) -> list[Ngram]:
-        """Return the n-grams that begin with a token, without it."""
-        return self._ngrams.get(token, [])
-
-
-@dataclass(slots=True)
-class _SequenceWindow:
-    """The pool and the window of one sequence.
-
-    A column has the predicted token of a position and the tokens that may follow it.
-    """
-
-    pool: _NgramPool
-    rng: random.Random
-    columns: list[Ngram] = field(default_factory=list)
-
-    def resize(self, width: int, size: int, tokens: Sequence[int]) -> None:
-        """Set the number of columns. New columns have `size` random tokens of the sequence."""
-        del self.columns[width:]
-        while len(self.columns) < width:
-            self.columns.append(tuple(self.rng.choices(tokens, k=size)))
-
-    def paths(self) -> list[Ngram]:
-        """Return for each column the tokens from the root to its last window token."""
-        first_tokens = tuple(column[0] for column in self.columns)
-        return [first_tokens[:position] + column for position, column in enumerate(self.columns)]
-
-    def move(self, predicted: Sequence[int | None], tokens: Sequence[int], emitted: int) -> None:
-        """Make a step of Jacobi iteration, then drop the columns of emitted positions.
-
-        Args:
-            predicted: the target's choice after each column; None if the column was not scored.
-            tokens: the sequence, from which a missing choice is drawn at random.
-            emitted: number of emitted tokens.
-        """
-        moved = []
-        for column, token in zip(self.columns, predicted, strict=True):
-            if token is None:
-                token = self.rng.choice(tokens)
-            else:
-                self.pool.add((*column, token))
-            moved.append((*column[1:], token))
-        self.columns = moved[emitted - 1 :]
 
 
 def lookahead_proposer(argument: str, setup: ProposerSetup) -> LookaheadProposer:
@@ -142,7 +77,7 @@ class LookaheadProposer:
         """Use a window of `sizes`. With a small budget it has fewer columns: half of the budget is for the window."""
         self._device = setup.device
         self._sizes = sizes or Sizes()
-        self._windows: dict[int, _SequenceWindow] = {}  # by slot
+        self.windows: dict[int, SequenceWindow] = {}  # by slot
         self._acceptance = AcceptanceEstimator()
         self._num_accepted = 0.0  # decayed count of accepted draft tokens
         self._num_window_tokens = 0.0  # decayed count of window tokens that were scored
@@ -151,7 +86,7 @@ class LookaheadProposer:
         self._trees: dict[int, TreeBuilder] = {}  # by slot: the same with the window tokens
 
     def admit(self, slot: int, request: Request) -> None:
-        self._windows[slot] = _SequenceWindow(_NgramPool(self._sizes.guesses), random.Random(request.seed))
+        self.windows[slot] = SequenceWindow(NgramPool(self._sizes.guesses), random.Random(request.seed))
 
     def propose(self, batch: Batch) -> Draft:
         self._drafted = {}
@@ -168,17 +103,17 @@ class LookaheadProposer:
                 continue
             self._acceptance.learn(*self._drafted[seq.slot], emitted)
             self._num_accepted += len(self._trees[seq.slot].path(emitted))
-            window = self._windows[seq.slot]
+            window = self.windows[seq.slot]
             predicted = _predictions(window.paths(), scored[b])
             pairs = zip(window.columns, predicted, strict=True)
             self._num_window_tokens += sum(len(column) for column, token in pairs if token is not None)
             window.move(predicted, seq.token_ids, len(emitted))
 
     def release(self, slot: int) -> None:
-        self._windows.pop(slot, None)
+        self.windows.pop(slot, None)
 
     def _draft_tree(self, seq: SequenceState, budget: int) -> TreeBuilder:
-        window = self._windows[seq.slot]
+        window = self.windows[seq.slot]
         column_size = self._sizes.size - 1
         pool_tree, kinds = self._pool_tree(window.pool.after(seq.token_ids[-1]) if budget else ())
         width = min(self._sizes.window, max(budget - len(kinds), budget // 2) // column_size)

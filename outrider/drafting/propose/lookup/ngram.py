@@ -130,13 +130,13 @@ class NgramProposer:
         """Look up n-grams of `longest` down to `shortest` tokens."""
         self._device = setup.device
         self._sizes = (shortest, longest)
-        self._indexes: dict[int, _Index] = {}  # by slot
+        self.indexes: dict[int, _Index] = {}  # by slot
         self._offsets: dict[int, int] = {}  # by slot: indexed tokens before those of the sequence
         self._acceptance = AcceptanceEstimator()
         self._drafted: dict[int, tuple[TreeBuilder, list[Hashable]]] = {}  # by slot: tree and kinds of this round
 
     def admit(self, slot: int, request: Request) -> None:
-        index = self._indexes[slot] = _Index(*self._sizes)
+        index = self.indexes[slot] = _Index(*self._sizes)
         for token in source_text(request):
             index.append(token)
         self._offsets[slot] = len(index)
@@ -146,7 +146,7 @@ class NgramProposer:
         if not any(batch.draft_budget) and sum(map(len, batch.feed)) == len(batch.seqs):
             return tree.empty(len(batch.seqs), self._device)  # the next draft indexes these tokens
         for seq, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True):
-            index = self._indexes[seq.slot]
+            index = self.indexes[seq.slot]
             for token in seq.token_ids[len(index) - self._offsets[seq.slot] : start + len(feed)]:
                 index.append(token)
         pairs = zip(batch.seqs, batch.draft_budget, strict=True)
@@ -158,14 +158,14 @@ class NgramProposer:
                 self._acceptance.learn(*self._drafted[seq.slot], emitted)
 
     def release(self, slot: int) -> None:
-        self._indexes.pop(slot, None)
+        self.indexes.pop(slot, None)
         self._offsets.pop(slot, None)
 
     def _draft_tree(self, slot: int, budget: int) -> TreeBuilder:
         if not budget:
             return TreeBuilder()
         growth = _TreeGrowth(self._acceptance)
-        for continuation in self._indexes[slot].continuations(budget):
+        for continuation in self.indexes[slot].continuations(budget):
             if not growth.add(*continuation):
                 break
         self._drafted[slot] = growth.best(budget)

@@ -38,7 +38,7 @@ class SuffixProposer:
         self._device = setup.device
         self._history = History(history) if history else None
         self._make_index = suffix_index_factory(setup.kernels)
-        self._indexes: dict[int, SuffixIndex] = {}  # by slot
+        self.indexes: dict[int, SuffixIndex] = {}  # by slot
         self._offsets: dict[int, int] = {}  # by slot: indexed tokens before those of the sequence
         self._seqs: dict[int, SequenceState] = {}  # by slot
         self._calibration = ShareCalibration()
@@ -46,7 +46,7 @@ class SuffixProposer:
         self._drafted: dict[int, SuffixDraft] = {}  # by slot, in this round
 
     def admit(self, slot: int, request: Request) -> None:
-        index = self._indexes[slot] = self._make_index()
+        index = self.indexes[slot] = self._make_index()
         index.extend(source_text(request))
         self._offsets[slot] = len(index)
         self._texts[slot] = TextAcceptance()
@@ -57,7 +57,7 @@ class SuffixProposer:
         if not any(batch.draft_budget) and sum(map(len, batch.feed)) == len(batch.seqs):
             return tree.empty(len(batch.seqs), self._device)  # the next draft indexes these tokens
         for seq, start, feed, budget in zip(batch.seqs, batch.start, batch.feed, batch.draft_budget, strict=True):
-            index = self._indexes[seq.slot]
+            index = self.indexes[seq.slot]
             index.extend(seq.token_ids[len(index) - self._offsets[seq.slot] : start + len(feed)])
             self._drafted[seq.slot] = self._grow(seq, index, budget) if budget else SuffixDraft()
         return build_draft([self._drafted[seq.slot].builder for seq in batch.seqs], self._device)
@@ -71,7 +71,7 @@ class SuffixProposer:
                     self._history.mark_useful(drafted.outputs(emitted))
 
     def release(self, slot: int) -> None:
-        self._indexes.pop(slot, None)
+        self.indexes.pop(slot, None)
         self._offsets.pop(slot, None)
         self._texts.pop(slot, None)
         seq = self._seqs.pop(slot, None)
@@ -83,7 +83,7 @@ class SuffixProposer:
 
     def bytes(self) -> int:
         """Return the memory of running sequences and of past outputs, in bytes."""
-        indexes = sum(index.bytes() for index in self._indexes.values())
+        indexes = sum(index.bytes() for index in self.indexes.values())
         return indexes + (self._history.bytes() if self._history else 0)
 
     def _scope(self, seq: SequenceState) -> str:

@@ -100,9 +100,10 @@ class Completions:
 async def open_completions(
     server: Server, model: str, prompt: Prompt, tokens: Tokens, *, chat: bool, concurrency: int
 ) -> Completions:
-    """Find out how to ask a server, with one short request for each way.
+    """Return what asks a server for completions. Short requests find out which ways it supports.
 
     Args:
+        prompt: the prompt of these requests.
         tokens: its tokens, as the target's tokenizer and chat template give them.
         chat: use chat completions only.
         concurrency: requests at a time.

@@ -36,7 +36,7 @@ class Diagnosis:
 
 
 def diagnose(tests: Sequence[Sampled], defects: Sequence[Hypothesis], *, level: float) -> Diagnosis:
-    """Compare the counts with the distribution of every known defect.
+    """Return the known defects whose distributions fit the counts, and the closest one if none fits.
 
     A defect explains a server if no test rejects its distribution.
     """

@@ -79,7 +79,7 @@ class Sampled:
     tolerance: float  # chi-square distance of two distributions that rounding explains
 
     def compare(self, hypothesis: Hypothesis) -> GTest:
-        """Test the counts against the distribution of a hypothesis."""
+        """Return the test of the counts against the distribution of a hypothesis."""
         distribution = self.tree.distribution(hypothesis, self.case.params)
         return compare(self.counts, distribution, self.samples, self.tolerance)
 
@@ -94,7 +94,7 @@ class Sampled:
 def compare(
     counts: Mapping[Outcome, int], distribution: Mapping[Outcome, float], samples: int, tolerance: float
 ) -> GTest:
-    """Test counts against a distribution. The p-value is that of the worst distribution within `tolerance` of it.
+    """Return the test of counts against the worst distribution within `tolerance` of a distribution.
 
     A distribution at chi-square distance d from the true one makes G noncentral chi-square with noncentrality n d.
     """
@@ -164,7 +164,7 @@ class Designer:
 async def run_case(
     completions: Completions, case: TestCase, plan: tuple[Prompt, Tree], *, samples: int, seed: int, rounding: float
 ) -> Sampled:
-    """Sample completions for one test. `plan` is the prompt, and the tree of its outcomes."""
+    """Return the counts of completions for one test. `plan` is the prompt, and the tree of its outcomes."""
     prompt, tree = plan
     answers = await completions.sample(
         prompt, tree.prompt, case.params, max_tokens=case.depth, samples=samples, seed=seed
@@ -191,7 +191,7 @@ class SamplingTest:
 
 
 def judge(sampled: Sampled, *, level: float) -> SamplingTest:
-    """Compare the counts of a test with the model's own distribution. It fails if its p-value is below `level`."""
+    """Return the test of the counts against the model's own distribution. It fails if its p-value is below `level`."""
     result = sampled.compare(EXACT)
     distribution = sampled.tree.distribution(EXACT, sampled.case.params)
     known = sum(prob for outcome, prob in distribution.items() if outcome[-1] != OTHER)

@@ -69,7 +69,7 @@ Step = Callable[[Position, State], Mapping[State, torch.Tensor]]
 class Hypothesis:
     """One way in which a server may sample."""
 
-    cause: str  # what is wrong, as a sentence without its dot; "" if nothing is
+    cause: str  # what is wrong, as a sentence without its full stop; "" if nothing is
     start: State
     step: Step  # the probability [V] of each next token, by the state after it
 
@@ -139,7 +139,7 @@ def _of_the_verifier(start: State) -> Iterator[Hypothesis]:
             start=start,
             step=_after_first(lambda position: {0: position.target(temperature=0.0)}),
         )
-    # Without the draft it is unknown which draft tokens are accepted. All of them are, here.
+    # Without the draft it is unknown which draft tokens are accepted. Here all of them are.
     yield Hypothesis(
         cause=_STALE,
         start=start,
@@ -178,7 +178,7 @@ def _with_draft(start: State, k: int) -> Iterator[Hypothesis]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verified:
-    """The fate of one draft token: the probabilities of its outcomes."""
+    """The probabilities of the outcomes of one draft token."""
 
     accepted: torch.Tensor  # [V] probability that the draft token is this one and is accepted
     rejected: torch.Tensor  # [V] probability that the draft token is rejected and replaced by this one
@@ -189,7 +189,7 @@ _Accept = Callable[[Position, State], _Verified]
 
 
 def _verify(p: torch.Tensor, drawn: torch.Tensor, stated: torch.Tensor) -> _Verified:
-    """Verify a token drawn from one distribution as if it were from another (Leviathan et al. 2023, algorithm 1)."""
+    """Return what follows if a token of `drawn` is verified as one of `stated` (Leviathan et al. 2023, algorithm 1)."""
     accepted = drawn * torch.where(stated > 0, p / stated, torch.inf).clamp(max=1)
     accepted = torch.where(drawn > 0, accepted, 0.0)
     return _Verified(accepted=accepted, rejected=_rest(accepted, (p - stated).clamp(min=0), p), bonus=p)
@@ -234,7 +234,7 @@ def _plain_residual(position: Position, state: State) -> _Verified:
 
 
 def _other_ratio(position: Position, state: State) -> _Verified:
-    """OpenVINO GenAI 2026: accept x with probability min(1, q(x) / p(y)) for a sample y of p, else sample p."""
+    """Return what OpenVINO GenAI 2026 does: it accepts x with probability min(1, q(x) / p(y)) for a sample y of p."""
     p = position.target()
     q = position.draft()
     likely = p.topk(min(_PAIRS, len(p))).indices  # of noticeable probability, so that the table stays small
@@ -258,7 +258,7 @@ def _always(changes: Mapping[str, Any]) -> Step:
 
 
 def _by_default(defaults: Mapping[str, Any]) -> Step:
-    """Return a step with filters of the server where the request has none."""
+    """Return a step that applies the filters of the server where the request has none."""
 
     def step(position: Position, state: State) -> Mapping[State, torch.Tensor]:
         off = SamplingParams()
@@ -270,7 +270,7 @@ def _by_default(defaults: Mapping[str, Any]) -> Step:
 
 
 def _after_first(step: Callable[[Position], Mapping[State, torch.Tensor]]) -> Step:
-    """Return a step that samples the first token as it should be, if the hypothesis starts there."""
+    """Return a step that samples the first token from p, if the hypothesis starts there."""
 
     def wrapped(position: Position, state: State) -> Mapping[State, torch.Tensor]:
         return {0: position.target()} if state == FIRST else step(position)

@@ -50,7 +50,7 @@ class Tree:
         return at
 
     def counts(self, answers: Sequence[Answer]) -> Counter[Outcome]:
-        """Count the outcomes of completions."""
+        """Return how many completions have each outcome."""
         return Counter(map(self.outcome, answers))
 
     def distribution(self, hypothesis: Hypothesis, params: SamplingParams) -> dict[Outcome, float]:
@@ -109,7 +109,7 @@ class Tree:
 def grow(
     target: Model, prompt: Tokens, *, depth: int, width: int, draft: Model | None = None, texts: Texts | None = None
 ) -> Tree:
-    """Score a prompt with every likely beginning.
+    """Return the tree of the likely outcomes of a prompt.
 
     Args:
         depth: tokens of an outcome.

@@ -69,7 +69,7 @@ def replay(
     dtype: torch.dtype,
     rounding: float,
 ) -> ReplayResult:
-    """Compare greedy completions with the model, teacher-forced: after a difference it goes on from the server's token.
+    """Return the differences of greedy completions from the model, which reads the server's own tokens.
 
     Args:
         pair: the model in float32.
@@ -114,7 +114,7 @@ class _Replayer:
         self._tolerance = tolerance
 
     def run(self, number: int, prompt: Tokens, answer: Answer) -> Replayed:
-        """Compare the completion of a prompt."""
+        """Return the comparison of the completion of a prompt with the model."""
         if answer.tokens is not None:
             choices = self._by_tokens(prompt, answer.tokens, ended=answer.ended)
             return self._replayed(number, prompt, answer.tokens, choices, unread=0)
@@ -123,7 +123,7 @@ class _Replayer:
         return self._replayed(number, prompt, path.tokens, path.choices, unread=len(unread))
 
     def _by_tokens(self, prompt: Tokens, output: Tokens, *, ended: bool) -> list[Choice]:
-        """Judge the server's own tokens, and the end of the text."""
+        """Return the margins of the server's own tokens, and of the end of the text."""
         rows = self._pair.logits_along(prompt, output)
         choices = [
             self._tolerance.choice(logits, token, position)

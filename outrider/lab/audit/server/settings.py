@@ -6,7 +6,7 @@ from typing import Annotated
 from outrider.core.config import DRAFT_OPTIONS
 from outrider.core.option import SERVER, Option
 from outrider.errors import OutriderError
-from outrider.lab.client.settings import ClientSettings
+from outrider.lab.client.settings import ClientSettings, refuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,6 @@ def check_given(server: str | None, given: set[str]) -> None:
     """
     # The key may come from the environment, for other commands.
     needs_server = [field.name for field in fields(ServerOptions) if field.name not in ("server", "api_key")]
-    useless = NOT_FOR_SERVER if server else needs_server
-    for name in useless:
-        if name in given:
-            option = f"--{name.replace('_', '-')}"
-            fix = "does not go with --server; leave it out" if server else "needs --server; give it, or leave it out"
-            raise OutriderError(f"{option} {fix}")
+    refuse([name for name in (NOT_FOR_SERVER if server else needs_server) if name in given], server)
     if server and "k" in given and "draft" not in given:
         raise OutriderError("--k is the draft length of --draft with --server; give --draft as well, or leave --k out")

@@ -1,4 +1,4 @@
-"""Follow a text of a server on the model: of all tokenizations that spell the text, find the one that fits best."""
+"""Find the tokenization of a server's text that fits the model best, of all that spell the text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Tolerance:
     least: float  # in logits
 
     def choice(self, logits: torch.Tensor, token: int, position: int) -> Choice:
-        """Judge a token by the logits [V] before it."""
+        """Return how far a token is below the likeliest one, by the logits [V] before it."""
         best = int(logits.argmax())
         return Choice(
             position=position,
@@ -77,9 +77,9 @@ class Path:
 def follow(pair: Pair, texts: Texts, prompt: Tokens, text: str, tolerance: Tolerance, *, ended: bool) -> Path:
     """Return the tokenization of a text that the model prefers.
 
-    It is the one whose largest margin is smallest, as long as rounding explains the margins of one. So a right server
-    passes, whichever of several tokenizations it has chosen. Where rounding explains none, the server differs: the
-    tokenization that comes furthest goes on from its difference, and all others are dropped.
+    It is the one whose largest margin is smallest, as long as rounding explains all margins of at least one. So a
+    correct server passes, whichever tokenization it has chosen. Where rounding explains none, the server differs. Then
+    only the tokenization that comes furthest is kept, and goes on after its difference.
 
     Args:
         texts: spells tokens.

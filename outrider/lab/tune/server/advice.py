@@ -75,7 +75,7 @@ def advise(loads: Sequence[Load], engine: str, *, configured: bool | None = None
 
 
 def _idle(engine: str, configured: bool | None) -> str:
-    """Say why no draft token was verified."""
+    """Return the sentences that say why no draft token was verified."""
     if configured:
         return f"Speculation is on in {engine}, but it verified no draft token: the drafter proposes nothing here."
     fix = f"set it with {_START[engine]}. `outrider tune --target DIR` finds which proposer pays."
@@ -151,7 +151,7 @@ def _whole_blocks(engine: str) -> list[str]:
 
 
 def _no_gain(measured: Sequence[Load], engine: str) -> list[str]:
-    """Say what follows if no load gains: a shorter draft, if one is estimated to gain, or none."""
+    """Return the advice if no load gains: a shorter draft, if one is estimated to gain, or none."""
     lines = [_loss(measured) + "."]
     load = max(measured, key=lambda each: max(_speedups(each), default=0.0))
     k = best_k(load)
@@ -172,14 +172,14 @@ def _no_gain(measured: Sequence[Load], engine: str) -> list[str]:
 
 
 def _loss(losing: Sequence[Load]) -> str:
-    """Say at which loads speculation does not pay."""
+    """Return the words that say at which loads speculation does not pay."""
     verb = "loses" if all((load.speedup or 0.0) < 1 for load in losing) else "does not pay"
     places = ", ".join(f"{load.concurrency} ({load.speedup:.2f} of the tokens/s without it)" for load in losing)
     return f"Speculation {verb} at these requests at a time: {places}"
 
 
 def _switch(engine: str, measured: Sequence[Load], k: int) -> str:
-    """Say how to speculate at the loads where it pays only. It ends the sentence that names the others.
+    """Return how to speculate only at the loads where it pays: the end of the sentence that names the others.
 
     Args:
         measured: the loads, the smallest first.

@@ -148,9 +148,10 @@ class _Measure:
         return [await self._load(peer, plain, concurrency) for concurrency in batches]
 
     async def _load(self, peer: _Peer, plain: _Peer | None, concurrency: int) -> Load:
-        """Measure one load: one half of the requests with speculation, all of them without it, the other half with it.
+        """Return the figures of one load.
 
-        So a drift of the machine, and prompts that a server has cached, affect both alike.
+        One half of the requests runs with speculation, then all without it, then the other half with it. A drift of
+        the machine, and prompts that a server has cached, affect both alike.
         """
         count = self._options.num_requests or _PER_WORKER * concurrency
         half = -(-count // 2)
@@ -173,7 +174,7 @@ class _Measure:
         )
 
     async def _work(self, peer: _Peer, concurrency: int, requests: range, *, max_tokens: int | None = None) -> _Work:
-        """Complete the requests with these numbers, `concurrency` at a time."""
+        """Complete the requests with these numbers, `concurrency` at a time, and return their tokens and seconds."""
         numbers = iter(requests)
         tokens = 0
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from outrider.core.option import SERVER, Option
 from outrider.errors import OutriderError
-from outrider.lab.client.settings import ClientSettings
+from outrider.lab.client.settings import ClientSettings, refuse
 
 # Options of `outrider tune` that mean something for a server. All others are refused.
 _FOR_SERVER = frozenset(
@@ -35,10 +35,6 @@ def check_given(server: str | None, given: set[str]) -> None:
     Raises:
         OutriderError: an option needs --server, or does not go with it.
     """
-    useless = given - _FOR_SERVER if server else given & set(_NEEDS_SERVER)
     if server and "out" in given:
         raise OutriderError("--out writes settings of this program, and --server measures another one; leave it out")
-    for name in sorted(useless):
-        option = f"--{name.replace('_', '-')}"
-        fix = "does not go with --server; leave it out" if server else "needs --server; give it, or leave it out"
-        raise OutriderError(f"{option} {fix}")
+    refuse(sorted(given - _FOR_SERVER if server else given & set(_NEEDS_SERVER)), server)

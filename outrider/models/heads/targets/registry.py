@@ -103,11 +103,11 @@ def _recorded(module: HeadModule, tables: SharedWeights, **options: Any) -> Head
     device = tables.embedding.device
     check_device(device)
     record = CudaRecorder(device) if device.type == "cuda" else None
-    recorded_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{_recorded_kind(module)}")
+    recorded_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{recorded_kind(module)}")
     return recorded_class(module, tables, record=record, **options)
 
 
-def _recorded_kind(module: HeadModule) -> str:
+def recorded_kind(module: HeadModule) -> str:
     """Return the module and the class of the target of a head on the Triton kernels."""
     if isinstance(module, BlockHead):
         if module.block.recurrence:

@@ -24,7 +24,7 @@ class BloomLayer(AttentionLayer):
         module = self.module
         fused = module.query_key_value(hidden_states).unflatten(-1, (module.num_heads, 3, module.head_dim))
         query, key, value = fused.unbind(-2)
-        bias = _BloomBias(_slopes(module.num_heads), hidden_states.dtype)
+        bias = _BloomBias(bloom_slopes(module.num_heads), hidden_states.dtype)
         out = self.attend(reader, query, key, value, scale=module.inv_norm_factor, bias=bias)
         return module.dense(out) + residual, None
 
@@ -38,7 +38,7 @@ class MptLayer(AttentionLayer):
         if module.clip_qkv:
             fused = fused.clamp(-module.clip_qkv, module.clip_qkv)
         query, key, value = fused.unflatten(-1, (3, module.n_heads, module.head_dim)).unbind(-3)
-        bias = _MptBias(_mpt_slopes(module.n_heads))
+        bias = _MptBias(mpt_slopes(module.n_heads))
         return module.out_proj(self.attend(reader, query, key, value, scale=module.softmax_scale, bias=bias)), None
 
 
@@ -54,7 +54,7 @@ class FalconLayer(AttentionLayer):
         scale = module.head_dim**-0.5
         bias = None
         if module.config.alibi:
-            bias = _FalconBias(_slopes(module.num_heads), hidden_states.dtype, scale)
+            bias = _FalconBias(bloom_slopes(module.num_heads), hidden_states.dtype, scale)
         else:
             cosine, sine = (each[:, :, None] for each in kwargs["position_embeddings"])  # [1, T, 1, D]
             query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
@@ -100,7 +100,7 @@ def _times(slopes: tuple[float, ...], positions: torch.Tensor, dtype: torch.dtyp
     return positions.to(dtype)[:, None] * heads[:, None, None]
 
 
-def _slopes(heads: int) -> tuple[float, ...]:
+def bloom_slopes(heads: int) -> tuple[float, ...]:
     """Return the slopes of BLOOM and Falcon: those of a power of two, and then every second one of the next."""
     power = 1 << (heads.bit_length() - 1)
     exponents = [8 * (i + 1) / power for i in range(power)]
@@ -108,7 +108,7 @@ def _slopes(heads: int) -> tuple[float, ...]:
     return tuple(2**-exponent for exponent in exponents)
 
 
-def _mpt_slopes(heads: int) -> tuple[float, ...]:
+def mpt_slopes(heads: int) -> tuple[float, ...]:
     """Return the slopes of MPT: every second one of the next power of two, and then the others."""
     power: int = 2 ** math.ceil(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
