@@ -339,6 +339,7 @@ class AsyncLLM:
             stream = self._streams.get(seq.request.id)
             if stream and (seq.num_output_tokens > stream.num_tokens or seq.finish_reason):
                 first_or_last = bool(seq.finish_reason) or not stream.num_tokens
+                stream.seq = seq
                 stream.num_tokens = seq.num_output_tokens
                 self.latency.record(seq.request.id, now, seq.num_output_tokens)
                 if stream.content >= StreamContent.ROUNDS:

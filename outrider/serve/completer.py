@@ -105,6 +105,7 @@ class Completer:
         finally:
             self._deadlines.discard(deadline)
             log_entry.output_tokens = sum(stream.num_tokens for stream in streams)
+            log_entry.finish_early([stream.stats() for stream in streams])  # `finish` replaces it
             disconnected.cancel()
             finished.cancel()
             self._async_llm.cancel(streams)
@@ -148,14 +149,17 @@ class Completer:
                     if last.completion:
                         completions[index] = last.completion
                     if len(completions) == len(streams):
-                        log_entry.finish([completions[i] for i in sorted(completions)])
-                        events += builder.stream_end(log_entry.completions)
+                        ordered = [completions[i] for i in sorted(completions)]
+                        log_entry.finish(ordered)
+                        events += builder.stream_end(ordered)
                     yield events  # all events of a round together, so that they take one system call
         except TimeoutError:
             limit = self._limit()
             log_entry.finish_reason = limit.finish_reason
             yield builder.error(limit.message, kind=limit.kind)
         finally:
+            if len(completions) < len(streams):
+                log_entry.finish_early([stream.stats() for stream in streams])
             self._deadlines.discard(deadline)
             disconnected.cancel()
             self._async_llm.cancel(streams)
