@@ -136,7 +136,7 @@ class SamplingParams:
         if self.k is not None:
             check_draft_length(self.k)
         if self.seed is not None:
-            _check_whole("seed", self.seed, 0, "and below 2**63")
+            _check_whole("seed", self.seed, 0, "None gives a random one")
         if not is_whole(self.priority) or abs(self.priority) > _MAX_PRIORITY:
             raise InvalidParam(
                 "priority",
@@ -161,7 +161,7 @@ class SamplingParams:
             message = f"constraint is {self.constraint!r}; use for example Constraint.json_schema({{...}})"
             raise InvalidParam("constraint", message)
         if -math.inf in self.logit_bias.values():
-            message = "logit_bias forbids tokens that the constraint may need; use -99 in place of -inf"
+            message = "logit_bias forbids tokens that the constraint may need; use a bias of -99 for them"
             raise InvalidParam("logit_bias", message)
         if self.min_tokens and self.stop_token_ids:
             message = "min_tokens forbids stop_token_ids that the constraint may need; leave one of them out"
@@ -214,7 +214,9 @@ def _is_number(value: object, low: float, high: float) -> bool:
 
 
 def _check_whole(name: str, value: int, low: int, hint: str) -> None:
-    if not is_whole(value) or not low <= value < 2**63:
+    if is_whole(value) and value >= 2**63:
+        raise InvalidParam(_parameter(name), f"{name} is {value!r}; use a whole number below 2**63")
+    if not is_whole(value) or value < low:
         raise InvalidParam(_parameter(name), f"{name} is {value!r}; use a whole number of at least {low} ({hint})")
 
 
