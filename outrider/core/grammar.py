@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from outrider.core.constraint import STYLE, Constraint, Kind
 from outrider.core.guidance_tokenizer import GuidanceTokenizer
-from outrider.errors import Fault, OutriderError
+from outrider.errors import Fault, OutriderError, either
 
 _MAX_SECONDS = 1.0  # for one token; usually it takes milliseconds. `_LIMITS` does not bound every case
 _time_limit = True  # whether `_MAX_SECONDS` applies
@@ -275,6 +275,19 @@ def _after_prefix(prefix: str, answer: str) -> str:
     return json.dumps(document | {"grammars": [start, *document["grammars"]]})
 
 
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")  # of JSON Schema
+_FIXES = (  # a pattern of llguidance's messages, and what to say in its place
+    (r"Unimplemented keys: \[(.*)\]", r"it has \1, which is not supported here; leave this out"),
+    (r"Invalid type: (.*)", rf'"type" is "\1"; use {either(_TYPES)}'),
+    (r"Unknown format: (.*)", r'the format "\1" is unknown; leave it out, or give a "pattern"'),
+    (r".*regex parse error:.*\berror: ([^\n]*).*", r"\1; correct the regular expression"),
+)
+
+
 def _invalid(constraint: Constraint, reason: str) -> OutriderError:
-    reason = " ".join(reason.replace("<non-verbose/>", "").split())[:300]
+    reason = reason.replace("<non-verbose/>", "").strip()
+    for pattern, message in _FIXES:
+        if match := re.fullmatch(pattern, reason, re.DOTALL):
+            return OutriderError(f"the {constraint.kind} constraint cannot be used: {match.expand(message)}")
+    reason = " ".join(reason.split())[:300]
     return OutriderError(f"the {constraint.kind} constraint is invalid: {reason}")
