@@ -136,7 +136,7 @@ class Output:
             self._stderr.print(line, style="dim", soft_wrap=True)
         failed = [each for each in outcome.completions if each.finish_reason is FinishReason.ERROR]
         for completion in failed:
-            message = escape(f"{completion.error}; try another dtype")
+            message = escape(completion.error)
             self._stderr.print(f"[red]error:[/red] {message}", soft_wrap=True)
         if self._as_json:
             print(json.dumps(_document(outcome, self._llm)), flush=True)

@@ -12,7 +12,7 @@ from outrider.errors import OutriderError
 
 _AGING_ROUNDS = 64  # rounds of waiting that equal one step of priority
 _RESERVED_TOKENS = 64  # free tokens that every running sequence must have when another one is admitted
-_NOT_FINITE = "the target's logits were not finite (NaN or infinite)"
+_NOT_FINITE = "the target's logits were not finite (NaN or infinite); try another dtype"
 
 
 class Scheduler:
