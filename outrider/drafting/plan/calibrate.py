@@ -31,7 +31,7 @@ from outrider.runtime.ranks import seconds_of_first_rank
 _TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _FIRST = (1, 8, 4, 2, 16, 12, 6, 24, 3, 32)  # tokens of the shapes that are measured first, if time is short
 _MAX_PER_SEQUENCE = 16  # wider passes have more sequences
-_PADDED = (1, 5, 3, 8, 2, 4, 12, 6, 16, 7, 10, 32)  # tokens per sequence of a padded target, the most important first
+_PADDED = (1, 4, 12, 2, 8, 6, 3, 5, 16, 7, 10, 32)  # tokens per sequence of a padded target, the most important first
 PASSES = 6  # passes of each shape that a whole measurement has
 _CHECKS = 2  # passes that check a known time
 _SHORT = 0.05  # seconds; a shorter pass has a warm-up before it, because another shape ran before
@@ -214,12 +214,14 @@ def _packed_shapes(target: Target) -> Iterator[Shape]:
 
 
 def _padded_shapes(target: Target) -> Iterator[Shape]:
-    """Yield the shapes of a padded target with an empty cache: passes over one sequence, and over all slots."""
-    for each in _PADDED:
-        if each < context_of(target):
-            yield Shape(each, 1)
-            if each <= 5 or each * target.slots <= _TOKENS[-1]:
-                yield Shape(each * target.slots, target.slots)
+    """Yield the shapes of a padded target with an empty cache: passes over one sequence, and over all slots.
+
+    Those over all slots come first. Until there are others, they also tell about fewer sequences.
+    """
+    counts = [each for each in _PADDED if each < context_of(target)]
+    single = [Shape(each, 1) for each in counts]
+    full = [Shape(each * target.slots, target.slots) for each in counts if each * target.slots <= _TOKENS[-1]]
+    yield from (*single[:1], *full[:3], *single[1:3], *full[3:], *single[3:])
 
 
 def _touched_experts(target: Target) -> float:

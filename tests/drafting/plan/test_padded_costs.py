@@ -66,5 +66,5 @@ def test_too_short_a_measurement_of_a_padded_target_has_the_sum_of_the_tokens(me
 def test_a_short_measurement_knows_passes_over_all_slots(measured):
     times = PassTimes(PaddedTarget(slots=SLOTS, context=512))
     times.measure(300.0)
-    assert measured[:4] == [(1, 1), (SLOTS, SLOTS), (5, 1), (5 * SLOTS, SLOTS)]
-    assert times.cost()(5 * SLOTS, seqs=SLOTS, cached=0) == seconds(SLOTS, 5 * SLOTS)
+    assert measured[:4] == [(1, 1), (SLOTS, SLOTS), (4 * SLOTS, SLOTS), (12 * SLOTS, SLOTS)]
+    assert times.cost()(4 * SLOTS, seqs=SLOTS, cached=0) == seconds(SLOTS, 4 * SLOTS)
