@@ -51,7 +51,10 @@ def test_lists_of_proposers_and_draft_lengths():
     ("settings", "message"),
     [
         ({"proposers": ("none",)}, "plain decoding is always measured as well"),
-        ({"proposers": ("merge(ngram",)}, "lacks its closing bracket"),
+        ({"proposers": ("merge(ngram",)}, "has an open bracket"),
+        ({"proposers": ("ngram,suffix",)}, "separate them by semicolons: 'ngram;suffix'"),
+        ({"proposers": ("merge(ngram,recycle), suffix:9",)}, r"semicolons: 'merge\(ngram,recycle\);suffix:9'"),
+        ({"proposers": ("draft:no,where",)}, "no,where is not a folder"),
         ({"ks": (0,)}, "k is 0; use a number of draft tokens from 1 to 256"),
         ({"batches": (0,)}, "batch is 0; use at least 1"),
         ({"repeats": 0}, "repeats is 0; use at least 1"),
