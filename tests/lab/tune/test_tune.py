@@ -292,8 +292,8 @@ def test_each_run_has_a_line_where_the_output_is_no_terminal(tmp_path):
         measure(four_prompts(tmp_path, repeats=1), Console(quiet=True))
     lines = [line for line in printed.getvalue().splitlines() if " of 8: " in line]
     assert len(lines) == 8
-    assert re.fullmatch(r"1 of 8: batch 1, temperature 0, plain decoding: \d+ tokens/s", lines[0])
-    assert re.fullmatch(r"8 of 8: batch 1, temperature 0, plain decoding: \d+ tokens/s", lines[7])
+    assert re.fullmatch(r"1 of 8: batch 1, temperature 0, plain decoding: \d+ tokens/s with prompts", lines[0])
+    assert re.fullmatch(r"8 of 8: batch 1, temperature 0, plain decoding: \d+ tokens/s with prompts", lines[7])
     terminal = io.StringIO()
     with shown_on(StageBar(Console(file=terminal, force_terminal=True, width=80))):
         measure(four_prompts(tmp_path, repeats=1), Console(quiet=True))
