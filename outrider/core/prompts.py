@@ -1,29 +1,21 @@
 """Read prompts from JSON Lines files, and tokenize them."""
 
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider.core.conversation import ChatTemplate
-from outrider.core.text import is_utf8, read_text
+from outrider.core.json_lines import Line, read_lines
 from outrider.errors import OutriderError
 
 EMBEDDED = Path(__file__).parent / "prompts.jsonl"
 _FORM = '{"category": "...", "prompt": "..."} or "messages" in place of "prompt"'
 SOURCE_FORM = '{"source": "..."}'
+_MESSAGES_FORM = '[{"role": "user", "content": "..."}]'
 _DEFAULT_CATEGORY = "prompts"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One JSON object of a JSON Lines file."""
-
-    where: str  # FILE:NUMBER, for error messages
-    number: int  # of the line, from 1
-    fields: dict[str, Any]
+_MAX_SHOWN_FIELDS = 8  # in an error message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,49 +56,6 @@ def read_prompts(
     return [prompt for group in by_category(prompts).values() for prompt in group[:limit]]
 
 
-def read_lines(file: str | Path, *, form: str) -> Iterator[Line]:
-    """Yield the objects of a JSON Lines file. There is at least one.
-
-    Args:
-        form: an example of a valid line, for error messages.
-
-    Raises:
-        OutriderError: the file cannot be read, or a line is not an object; the message has the line number.
-    """
-    path = Path(file).expanduser()
-    # Only \n ends a line, because a string may contain other line separators of Unicode.
-    lines = read_text(path, str(path), fix="give a file of JSON lines").split("\n")
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise OutriderError(f"{path} holds no prompts; give lines like {form}")
-    for number, line in numbered:
-        where = f"{path}:{number}"
-        fields = read_json(line, where)
-        if not isinstance(fields, dict):
-            raise OutriderError(f"{where}: not a JSON object; use {form}")
-        yield Line(where=where, number=number, fields=fields)
-
-
-def read_json(line: str, where: str) -> Any:
-    """Return the value of a line of JSON.
-
-    Raises:
-        OutriderError: the line is not JSON, or a string in it is not valid Unicode; the message begins with `where`.
-    """
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        reason = error.msg.removesuffix(" at")
-        raise OutriderError(
-            f"{where}: not JSON ({reason} at column {error.colno}); write one JSON object per line"
-        ) from error
-    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or very deep nesting
-        raise OutriderError(f"{where}: JSON that cannot be read ({error}); remove the line") from error
-    if "\\u" in line and not is_utf8(json.dumps(value, ensure_ascii=False)):
-        raise OutriderError(f"{where}: the text has half of a surrogate pair (\\ud800 to \\udfff); remove it")
-    return value
-
-
 def parse_prompt(line: Line) -> Prompt:
     """Return the prompt of a line.
 
@@ -121,8 +70,10 @@ def parse_prompt(line: Line) -> Prompt:
     if prompt is None and messages is None and (turns := _benchmark_turns(line)):
         messages = [{"role": "user", "content": turns[0]}]
         later = turns[1:]
-    if (prompt is None) == (messages is None):
-        raise OutriderError(f"{where}: give one of prompt and messages; use {_FORM}")
+    if prompt is not None and messages is not None:
+        raise OutriderError(f"{where}: the line has both prompt and messages; remove one of the two")
+    if prompt is None and messages is None:
+        raise OutriderError(f"{where}: no prompt and no messages{_other_fields(line)}; use {_FORM}")
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
         raise OutriderError(
             f"{where}: prompt must be a string of at least one character; change it, or remove the line"
@@ -134,6 +85,15 @@ def parse_prompt(line: Line) -> Prompt:
         messages=None if messages is None else parse_messages(messages, where),
         later=later,
     )
+
+
+def _other_fields(line: Line) -> str:
+    """Return the fields that a line without a prompt has, for an error message."""
+    names = list(line.fields)
+    if not names:
+        return ""
+    more = ", ..." if len(names) > _MAX_SHOWN_FIELDS else ""
+    return f", but {', '.join(names[:_MAX_SHOWN_FIELDS])}{more}"
 
 
 def _category(line: Line) -> str:
@@ -185,21 +145,39 @@ def parse_sourced_prompt(line: Line) -> Prompt:
 
 
 def parse_messages(messages: Any, where: str) -> tuple[dict[str, str], ...]:
-    """Return a conversation for a chat template.
+    """Return a conversation for a chat template. A content is a string, or a list of text parts, which are joined.
 
     Raises:
         OutriderError: `messages` is not a list of messages with a role and a content.
     """
-    if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
-        raise OutriderError(
-            f'{where}: messages must be a list of messages; use for example [{{"role": "user", "content": "..."}}]'
-        )
-    return tuple({"role": message["role"], "content": message["content"]} for message in messages)
+    if not isinstance(messages, list) or not messages:
+        raise OutriderError(f"{where}: messages must be a list of messages; use for example {_MESSAGES_FORM}")
+    return tuple(_parse_message(message, f"{where}: message {i}") for i, message in enumerate(messages, 1))
 
 
-def is_message(message: Any) -> bool:
-    """Return whether a message has a role and a content, both strings."""
-    return isinstance(message, dict) and all(isinstance(message.get(field), str) for field in ("role", "content"))
+def _parse_message(message: Any, where: str) -> dict[str, str]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise OutriderError(f"{where} has no role; use for example {_MESSAGES_FORM}")
+    content = message.get("content")
+    parts = [content] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not parts:
+        raise OutriderError(f"{where} has no content; write a string, or remove the message")
+    return {"role": message["role"], "content": "".join(_part_text(part, where) for part in parts)}
+
+
+def _part_text(part: Any, where: str) -> str:
+    """Return the text of a part of a content: a string, or an object of OpenAI's type `text`."""
+    if isinstance(part, str):
+        return part
+    fields = part if isinstance(part, dict) else {}
+    kind = fields.get("type")
+    text = fields.get("text")
+    if kind == "text" and isinstance(text, str):
+        return text
+    what = f"type {kind}" if isinstance(kind, str) and kind != "text" else "no text"
+    raise OutriderError(
+        f'{where} has a content part with {what}; write text parts, such as {{"type": "text", "text": "..."}}'
+    )
 
 
 def chat_text(

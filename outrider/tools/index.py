@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from outrider.core.prompts import chat_text, is_message, read_json
+from outrider.core.json_lines import read_json
+from outrider.core.prompts import chat_text, parse_messages
 from outrider.drafting.propose.lookup.datastore import (
     HEADER,
     MOST_TOKENS,
@@ -212,20 +213,21 @@ def _lines(path: Path, content: bytes, field: str | None, tokenizer: Any) -> Ite
 
 def text_of(line: str, where: str, field: str | None, tokenizer: Any) -> str:
     """Return the text of a JSON line. Messages are formatted with the chat template."""
-    entry = read_json(line, where)
+    entry = read_json(line, where, form='{"text": "..."}')
     names = FIELDS if field is None else (field,)
     fields = entry if isinstance(entry, dict) else {}
     value = next((fields[name] for name in names if name in fields), None)
     if isinstance(value, str):
         return value
-    if not (isinstance(value, list) and value and all(map(is_message, value))):
+    if not (isinstance(value, list) and value and all(isinstance(message, dict) for message in value)):
         raise OutriderError(
             f"{where}: no {' or '.join(names)} that is a string or a list of messages; name the field with --field"
         )
+    messages = parse_messages(value, where)
     if getattr(tokenizer, "chat_template", None) is None:
         raise OutriderError(f"{where} has messages, and the target has no chat template; give plain text")
     try:
-        return chat_text(tokenizer, value, add_generation_prompt=False)
+        return chat_text(tokenizer, messages, add_generation_prompt=False)
     except OutriderError as error:
         raise OutriderError(f"{where}: {error}") from error
 

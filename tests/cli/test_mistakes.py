@@ -16,10 +16,10 @@ def invoke(words):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["fit", "--minutes", "-3"], "--minutes is -3; use a number of at least 0"),
-        (["fit", "--minutes", " -3\n"], "--minutes is -3; use a number of at least 0"),
-        (["fit", "--minutes", "x"], "--minutes is 'x'; use a number"),
-        (["fit", "--minutes", "a\nb"], "--minutes is 'a\\nb'; use a number"),
+        (["fit", "--max-minutes", "-3"], "--max-minutes is -3; use a number of at least 0"),
+        (["fit", "--max-minutes", " -3\n"], "--max-minutes is -3; use a number of at least 0"),
+        (["fit", "--max-minutes", "x"], "--max-minutes is 'x'; use a number"),
+        (["fit", "--max-minutes", "a\nb"], "--max-minutes is 'a\\nb'; use a number"),
         (["fit", "--batch", "1.5"], "--batch is '1.5'; use a whole number"),
         (["scale", "--replicas", "0"], "--replicas is 0; use a number of at least 1"),
         (["serve", "--port", "65536"], "--port is 65536; use a number of at most 65535"),

@@ -188,27 +188,28 @@ def test_read_prompts(tmp_path):
         tmp_path,
         {"prompt": "a"},
         "",
-        {"messages": turns, "category": "talk"},
+        {"messages": turns, "prompt": "unused", "category": "talk"},
         json.dumps({"prompt": odd}, ensure_ascii=False),
+        {"turns": ["Hi", "Ho"], "category": 3},
     )
-    result = prompts.read_prompts([file, file], limit=5)
-    assert [prompt.prompt for prompt in result] == ["a", None, odd, "a", None]
-    assert result[1].messages == tuple(turns)
-    assert [prompt.category for prompt in result] == ["", "talk", "", "", "talk"]
+    result = prompts.read_prompts([file, file], limit=6)
+    assert [prompt.prompt for prompt in result] == ["a", None, odd, None, "a", None]
+    assert result[1].messages == result[3].messages == tuple(turns)
+    assert [prompt.category for prompt in result] == ["", "talk", "", "3", "", "talk"]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "a"}', ":1: no prompt; give lines like"),
-        ('{"prompt": ""}', ":1: no prompt"),
-        ('{"prompt": 3}', ":1: no prompt"),
-        ("[1]", ":1: not a JSON object; use"),
+        ('{"text": "a"}', ":1: no prompt and no messages, but text; use"),
+        ('{"prompt": ""}', ":1: prompt must be a string of at least one character"),
+        ('{"prompt": 3}', ":1: prompt must be a string"),
+        ("[1]", ":1: not a JSON object; write one object per line, like"),
         ('{"prompt"', ":1: not JSON"),
         (r'{"prompt": "\ud800"}', ":1: the text has half of a surrogate pair"),
         (r'{"messages": [{"role": "user", "content": "\udc00"}]}', ":1: the text has half of a surrogate pair"),
         ('{"messages": []}', "messages must be a list"),
-        ('{"messages": [{"role": "user"}]}', "messages must be a list"),
+        ('{"messages": [{"role": "user"}]}', "message 1 has no content"),
         ("", "holds no prompts"),
     ],
 )

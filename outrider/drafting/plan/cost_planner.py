@@ -162,7 +162,13 @@ class CostPlanner:
         return self._clock.verify(seqs, k, cached=cached)
 
     def state(self) -> dict[str, Any]:
-        """Return what the planner has learned of the proposers, as JSON values. Pass costs are not included."""
+        """Return what the planner has learned of the proposers, as JSON values.
+
+        The state leaves out what belongs to a machine or to the texts of a process: pass costs, their corrections by
+        the times of real rounds (`Clock`), the current window and the budget for trials. So a restored planner may
+        plan other drafts than the original one: it learns the corrections again, and has the free trials of a new
+        engine.
+        """
         return {"proposers": [proposer.state() for proposer in self.proposers]}
 
     def restore(self, state: Mapping[str, Any]) -> None:

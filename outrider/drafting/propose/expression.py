@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from outrider.drafting.propose.registry import COMBINATIONS, Expression, Maker, parse
+from outrider.drafting.propose.registry import COMBINATIONS, NAMED, Argument, Expression, Maker, parse
 from outrider.models.loader.embedded import absolute_name, embedded, model_folder
 from outrider.models.loader.hub.names import hub_name
 from outrider.models.loader.paths import is_gguf
@@ -39,7 +39,10 @@ def model_of(argument: str) -> tuple[str, str] | None:
 def model_names(proposer: str) -> Iterator[str]:
     """Yield the folders and the names on the Hub in an expression: draft models and datastores."""
     for leaf in parse(proposer).leaves():
-        if model := model_of(leaf.argument):
+        model = model_of(leaf.argument)
+        # The folder of a datastore is never on the Hub, even if its path looks like a name there.
+        takes_text = leaf.name in NAMED and NAMED[leaf.name].argument is Argument.TEXT
+        if model and not (takes_text and hub_name(model[0])):
             yield model[0]
 
 

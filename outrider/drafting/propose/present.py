@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from outrider.core.prompts import read_lines
+from outrider.core.json_lines import read_lines
 from outrider.drafting.propose.registry import NAMED, Argument, Maker, check_names, parse
 from outrider.models.loader.embedded import check_is_folder, model_folder
 from outrider.models.loader.hub.names import hub_name

@@ -282,6 +282,17 @@ def _split(text: str, spec: str) -> list[str]:
     return parts
 
 
+def comma_list(spec: str) -> list[str]:
+    """Return the expressions of a list with commas; one if a text after a comma begins with no proposer's name.
+
+    Raises:
+        OutriderError: a bracket or a quote is open.
+    """
+    parts = [part.strip() for part in _split(spec, spec)]
+    names = [part.partition("(")[0].partition(":")[0] for part in parts[1:]]
+    return parts if any(name in NAMED or name in COMBINATIONS for name in names) else [spec]
+
+
 def _check(expression: Expression) -> None:
     if expression.parts:
         check_parts = resolve_name("outrider.drafting.propose.combine:check_parts")

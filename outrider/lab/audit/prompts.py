@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.core.prompts import chat_tokens, parse_prompt, read_lines, text_tokens
+from outrider.core.json_lines import read_lines
+from outrider.core.prompts import chat_tokens, parse_prompt, text_tokens
 from outrider.errors import OutriderError
 
 Prompt = str | Sequence[Mapping[str, str]]

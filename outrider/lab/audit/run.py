@@ -78,7 +78,7 @@ class _Audit:
         num_cases = sum(1 for _ in cases(pair, self.rule, k=self.k, depths=_DEPTHS))
         with stage("replay", (num_cases + 2) * len(self.prompts)) as completions:
             pair.on_done = completions.advance
-            replayed = replay(pair, self.rule, k=self.k, depths=_DEPTHS, tokens=self.settings.tokens, seed=_SEED)
+            replayed = replay(pair, self.rule, k=self.k, depths=_DEPTHS, tokens=self.settings.max_tokens, seed=_SEED)
         with stage("distribution", len(plan_tests(pair, self.rule)) * self.settings.samples) as completions:
             pair.on_done = completions.advance
             distribution = check_distribution(pair, self.rule, k=self.k, samples=self.settings.samples, seed=_SEED)
@@ -98,10 +98,10 @@ class _Audit:
         """Return the flips in the users' precision, and the pair if the other tests can use it."""
         pair = self._load("auto")
         with stage("flips"):
-            observed = find_flips(pair, self.rule, k=self.k, tokens=self.settings.tokens * _FLIP_FACTOR)
+            observed = find_flips(pair, self.rule, k=self.k, tokens=self.settings.max_tokens * _FLIP_FACTOR)
         return observed, pair if pair.steady else None
 
     def _load(self, dtype: str) -> Pair:
-        room = max(self.settings.tokens * _FLIP_FACTOR, self.k + 4) + max(self.k, *_DEPTHS)
+        room = max(self.settings.max_tokens * _FLIP_FACTOR, self.k + 4) + max(self.k, *_DEPTHS)
         with stage("loading models"):
             return Pair(replace(self.settings.engine, dtype=dtype, check=ALWAYS), self.prompts, room=room)

@@ -40,11 +40,11 @@ class Settings:
     """JSON lines with prompt or messages, and optionally category. Default: an embedded set."""
     samples: Annotated[int, Option(panel=MEASURE)] = 2000
     """Samples of each statistical test."""
-    tokens: Annotated[int, PYTHON_ONLY] = 32
+    max_tokens: Annotated[int, PYTHON_ONLY] = 32
     """Output tokens of each prompt in the replay test. The flip test uses four times as many."""
 
     def __post_init__(self) -> None:
         check_draft_length(self.engine.k, least=1)
-        for name, value, least in (("samples", self.samples, _MIN_SAMPLES), ("tokens", self.tokens, 2)):
+        for name, value, least in (("samples", self.samples, _MIN_SAMPLES), ("max_tokens", self.max_tokens, 2)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise OutriderError(f"{name} is {value!r}; use a whole number of at least {least}")

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from outrider.core.stats import Stats
 from outrider.lab.bench.figures import OVERALL, Comparison, Latency, Spread
 from outrider.lab.bench.limits import Limit, Limits
 from outrider.lab.bench.result import Result
@@ -62,9 +63,14 @@ def _time(by_category: dict[str, Comparison]) -> Table:
         plain, stats = figures.plain.stats, figures.speculative.stats
         latencies = (_latency(each.latency_ms) for each in (figures.plain, figures.speculative))
         parts = (stats.draft_seconds, stats.target_seconds, stats.host_seconds)
-        rounds = [plain.seconds / max(plain.rounds, 1), *(part / max(stats.rounds, 1) for part in parts)]
-        table.add_row(category, *latencies, *(f"{1e3 * seconds:.2f}" for seconds in rounds))
+        rounds = (_per_round(plain.seconds, plain), *(_per_round(part, stats) for part in parts))
+        table.add_row(category, *latencies, *rounds)
     return table
+
+
+def _per_round(seconds: float, stats: Stats) -> str:
+    """Return the milliseconds of a round. There is none if each completion ended in its first round."""
+    return f"{1e3 * seconds / stats.rounds:.2f}" if stats.rounds else NONE
 
 
 def _sweep(axis: str, entries: Sequence[Entry]) -> Table:
@@ -109,10 +115,14 @@ def _limits(limits: Limits) -> str:
     plain, speculative = limits.plain, limits.speculative
     return (
         f"Plain decoding reads {limits.bytes_per_token / 1e6:.1f} MB per token, which limits it to"
-        f" {plain.limit_tokens_per_s:.0f} tokens/s; it reaches {_share(plain)}% of that. With"
-        f" the tau of speculation the limit is {speculative.limit_tokens_per_s:.0f} tokens/s; speculation reaches"
-        f" {_share(speculative)}% of that."
+        f" {plain.limit_tokens_per_s:.0f} tokens/s{_reached('it', plain)}. With"
+        f" the tau of speculation the limit is {speculative.limit_tokens_per_s:.0f}"
+        f" tokens/s{_reached('speculation', speculative)}."
     )
+
+
+def _reached(what: str, limit: Limit) -> str:
+    return "" if limit.share_of_limit is None else f"; {what} reaches {_share(limit)}% of that"
 
 
 def _rates(result: Result) -> Iterator[str]:

@@ -84,7 +84,7 @@ class Turns:
         total = runs.total or 0.0
         done = runs.done + 1 if self._counts_runs else max(total - max(end - perf_counter(), 0.0), runs.done)
         line = f"{done:.0f} of {total:.0f}{'' if self._counts_runs else ' s'}: {runs.title}, {trial.variant.name}:"
-        line += f" {trial.rate:.0f} tokens/s"
+        line += f" {trial.rate:.0f} tokens/s with prompts"
         shown = self._counts_runs or done // _LINE_SECONDS > runs.done // _LINE_SECONDS
         runs.advance(done - runs.done, line if shown else "")
 

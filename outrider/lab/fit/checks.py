@@ -60,7 +60,7 @@ def check_drafts(settings: Settings, proposers: Sequence[str]) -> None:
         OutriderError: there is no draft, or a head cannot read so small a window.
     """
     window = settings.engine.draft_window
-    if not settings.minutes:
+    if not settings.max_minutes:
         check_draft_settings(settings.engine, *proposers)
     elif window is not None and window < MIN_WINDOW:
         raise OutriderError(f"--draft-window is {window}; use at least {MIN_WINDOW} tokens")
@@ -73,7 +73,7 @@ def check_head(settings: Settings, size: TargetSize, plan: TrainingPlan) -> None
         OutriderError: heads of this kind support none of them.
     """
     if settings.engine.draft_candidates is not None:
-        raise OutriderError("draft heads support no --draft-candidates; leave it out, or use --minutes 0 for no head")
+        raise OutriderError("draft heads support no --draft-candidates; leave it out, or set --max-minutes 0")
     module = _empty_head(size, plan)
     if module is None or is_autoregressive(module):
         return

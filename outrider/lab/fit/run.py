@@ -81,13 +81,13 @@ class Fit:
         self._drafts = compared_drafts(settings, self._proposers, family.stored)
         tune_settings(settings, self._folder, self._proposers, self._drafts)  # which checks them
         self._split: PromptSplit = read_split(settings.prompts, batch=settings.batch, seed=settings.seed)
-        if settings.minutes:
+        if settings.max_minutes:
             check_head(settings, target_size(self._target), self._plan(tokens_per_s=1.0))
         self._state = State.open(self._folder, self._identity(), overwrite=settings.overwrite)
         self._files = write_files(self._split, self._folder / _PROMPTS, batch=settings.batch)
         self._head = self._folder.resolve() / HEAD
         self._drop_shorter_training()
-        if self._state.get("training") is None and settings.minutes:
+        if self._state.get("training") is None and settings.max_minutes:
             size = target_size(self._target)
             check_disk(self._head, size, self._plan(tokens_per_s=1.0))
 
@@ -156,7 +156,7 @@ class Fit:
         measurements = (get("first") is None) + (get("final") is None)
         parts = {count_text(measurements, "measurement"): measurements * minutes}
         if get("training") is None:
-            parts["training, besides loading and evaluations"] = self._settings.minutes
+            parts["training, besides loading and evaluations"] = self._settings.max_minutes
         if get("certificate") is None and self._settings.samples:
             parts["certificate"] = minutes
         listed = [f"{duration(each)} for the {name}" for name, each in parts.items() if each]
@@ -179,18 +179,18 @@ class Fit:
 
     def _train(self) -> None:
         settings = self._settings
-        if settings.minutes:
-            self._announce(2, f"train a head for {duration(settings.minutes)} on {len(self._split.train)} prompts")
+        if settings.max_minutes:
+            self._announce(2, f"train a head for {duration(settings.max_minutes)} on {len(self._split.train)} prompts")
         else:
-            self._announce(2, "train no head, as --minutes is 0")
+            self._announce(2, "train no head, as --max-minutes is 0")
         if self._state.get("training") is None:
-            self._state.put("training", self._trained() if settings.minutes else {"trained": False, "minutes": 0.0})
+            self._state.put("training", self._trained() if settings.max_minutes else {"trained": False, "minutes": 0.0})
         if reason := self._state.get("training").get("reason"):
             self._say(f"no head is trained: {reason}")
 
     def _trained(self) -> Document:
         settings = self._settings
-        skipped = {"trained": False, "minutes": settings.minutes}
+        skipped = {"trained": False, "minutes": settings.max_minutes}
         plan = self._stored_plan()
         try:
             training = make_training(settings, self._files, plan, self._head, tokens_per_s=self._first.tokens_per_s)
@@ -202,7 +202,7 @@ class Fit:
         try:
             return train_head(settings, plan, training, self._progress)
         except OutriderError as error:
-            raise OutriderError(f"{error}; or use --minutes 0 for a fit without a head") from None
+            raise OutriderError(f"{error}; or use --max-minutes 0 for a fit without a head") from None
 
     def _measure_final(self) -> None:
         head = str(self._head) if self._state.get("training")["trained"] else None
@@ -238,7 +238,7 @@ class Fit:
         return plan_training(
             self._settings.head,
             target_size(self._target),
-            minutes=self._settings.minutes,
+            minutes=self._settings.max_minutes,
             prompts=len(self._split.train),
             max_tokens=self._settings.max_tokens,
             tokens_per_s=tokens_per_s,
@@ -253,7 +253,7 @@ class Fit:
     def _drop_shorter_training(self) -> None:
         """Forget a finished training if more time is given now. It continues from its own state, if that is there."""
         done = self._state.get("training")
-        if done is None or self._settings.minutes <= done["minutes"]:
+        if done is None or self._settings.max_minutes <= done["minutes"]:
             return
         stages = ["training", "final", "certificate"]
         if not (self._head / TRAINING_STATE).is_file():

@@ -16,7 +16,7 @@ AUTO_HEAD = "auto"  # the kind of head follows from the size of the target
 _TRAIN = "Training"  # title of a group of options
 # Options that may change when a fit is resumed, and paths, whose contents are hashed instead.
 _NOT_IN_IDENTITY = frozenset(
-    {"out", "target", "prompts", "minutes", "measure_minutes", "samples", "threads", "overwrite"}
+    {"out", "target", "prompts", "max_minutes", "measure_minutes", "samples", "threads", "overwrite"}
 )
 
 
@@ -52,7 +52,7 @@ class Settings:
     """Folder for the configuration, the head and the state. The same command resumes in it."""
     prompts: Annotated[str | None, Option("FILE", MEASURE)] = None
     """JSON lines with prompt or messages, and optionally category. Default: an embedded set."""
-    minutes: Annotated[float, Option(panel=_TRAIN, min=0.0)] = 30.0
+    max_minutes: Annotated[float, Option(panel=_TRAIN, min=0.0)] = 30.0
     """Time for training a head; loading, evaluations and measurements come on top. 0: no head. A longer time continues
     an interrupted training, and trains the head of a finished fit anew."""
     measure_minutes: Annotated[float, Option(panel=MEASURE)] = 5.0
@@ -87,8 +87,8 @@ class Settings:
     """Start again in a folder that holds a fit already."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.minutes < math.inf:
-            raise OutriderError(f"--minutes is {self.minutes}; use a number of at least 0")
+        if not 0 <= self.max_minutes < math.inf:
+            raise OutriderError(f"--max-minutes is {self.max_minutes}; use a number of at least 0")
         if not 0 < self.measure_minutes < math.inf:
             raise OutriderError(f"--measure-minutes is {self.measure_minutes}; use a number above 0")
         if 0 < self.samples < LEAST_SAMPLES:

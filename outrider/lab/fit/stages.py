@@ -119,7 +119,7 @@ def make_training(
     Raises:
         OutriderError: the target cannot have a head of this kind, or the training cannot be read.
     """
-    tokens = evaluation_tokens(tokens_per_s, minutes=settings.minutes)
+    tokens = evaluation_tokens(tokens_per_s, minutes=settings.max_minutes)
     return Training(plan.kind, train_settings(settings, files, plan, folder), eval_tokens=tokens)
 
 
@@ -133,7 +133,7 @@ def train_head(settings: Settings, plan: TrainingPlan, training: Training, progr
     document, _ = training.run(on_evaluation=report.show)
     return {
         "trained": True,
-        "minutes": settings.minutes,
+        "minutes": settings.max_minutes,
         "kind": plan.kind,
         "parameters": document["parameters"],
         "steps": document["steps"],
@@ -156,7 +156,7 @@ def train_settings(settings: Settings, files: PromptFiles, plan: TrainingPlan, f
             max_model_len=None,
             max_num_seqs=_SEQUENCES,
         ),
-        max_minutes=settings.minutes,
+        max_minutes=settings.max_minutes,
         max_tokens=settings.max_tokens,
         loss=_LOSS,
         draft_vocab_size=plan.draft_vocab_size,
@@ -188,7 +188,7 @@ class _GainReport:
             expected = f"{gain.speedup:.2f} times plain decoding with k {gain.k}" if gain.k else "no gain yet"
             parts.append(f"tau {figures[name]['tau']:.2f} at {name} (expected: {expected})")
         self._console.print(
-            f"  {done:.0%} of {duration(self._settings.minutes)}, on held-out prompts: {', '.join(parts)}",
+            f"  {done:.0%} of {duration(self._settings.max_minutes)}, on held-out prompts: {', '.join(parts)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -223,7 +223,7 @@ def certify(settings: Settings, target: Path, advice: Advice, *, native: bool, t
     drafts = draft_settings(settings.engine, advice.proposer, draft_quantize=advice.draft_quantize)
     try:
         engine = replace(settings.engine, proposer=advice.proposer, k=k, **drafts)
-        asked = AuditSettings(engine=engine, samples=plan.samples, tokens=plan.tokens)
+        asked = AuditSettings(engine=engine, samples=plan.samples, max_tokens=plan.tokens)
         if not native:
             check_fits(target, dtype="float32", device=engine.device)
         with stage("certifying"):

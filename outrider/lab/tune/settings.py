@@ -93,9 +93,13 @@ class Settings(RepeatedSettings):
             self._check_proposers()
 
     def _check_proposers(self) -> None:
-        from outrider.drafting.propose.registry import check_draft_settings, check_names, parse
+        from outrider.drafting.propose.registry import check_draft_settings, check_names, comma_list, parse
 
         for proposer in self.proposers:
+            if len(several := comma_list(proposer)) > 1:
+                raise OutriderError(
+                    f"proposers has a comma between proposers; separate them by semicolons: '{';'.join(several)}'"
+                )
             check_names(proposer)
         from outrider.engine.verifiers import find_verifier  # here, because it imports torch
 

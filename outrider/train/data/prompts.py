@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from outrider.core.json_lines import Line, read_lines
 from outrider.core.prompts import (
     SOURCE_FORM,
-    Line,
     Prompt,
     by_category,
     chat_tokens,
-    parse_messages,
+    parse_prompt,
     parse_sourced_prompt,
-    read_lines,
     text_tokens,
 )
 from outrider.engine.codec import EncodedPrompt
@@ -113,14 +112,11 @@ def _content(prompt: Prompt) -> str:
 
 
 def _prompt(line: Line) -> Prompt:
-    prompt = line.fields.get("prompt")
-    messages = line.fields.get("messages")
-    category = str(line.fields.get("category", ""))
-    if messages is not None:
-        return Prompt(id=line.where, category=category, prompt=None, messages=parse_messages(messages, line.where))
-    if not isinstance(prompt, str) or not prompt:
-        raise OutriderError(f"{line.where}: no prompt; give lines like {_LINE_FORMAT}")
-    return Prompt(id=line.where, category=category, prompt=prompt, messages=None)
+    """Return the prompt of a line. A line of a set for chat models may have both fields: `messages` are used."""
+    unused = ("category",) if line.fields.get("messages") is None else ("category", "prompt")
+    fields = {name: value for name, value in line.fields.items() if name not in unused}
+    prompt = parse_prompt(replace(line, fields=fields))
+    return replace(prompt, id=line.where, category=str(line.fields.get("category", "")))
 
 
 def _sourced_prompt(line: Line) -> Prompt:

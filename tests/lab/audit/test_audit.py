@@ -36,7 +36,7 @@ from tests.helpers import source, tiny
 from tests.helpers.configured import with_engine
 
 PROMPTS = ("In the beginning there was", "def area(width, height):\n    return width * height\n\n\ndef volume(")
-QUICK = {"k": 2, "samples": 100, "device": "cpu", "threads": 1, "tokens": 6}
+QUICK = {"k": 2, "samples": 100, "device": "cpu", "threads": 1, "max_tokens": 6}
 
 
 def asked(**options):
@@ -402,9 +402,9 @@ def test_errors_of_invalid_prompt_files(tmp_path, content, message):
         ({"proposer": "sufix"}, "did you mean suffix?"),
         ({"proposer": "ngram", "verifier": "block"}, "ngram drafts trees; use walk, coupled"),
         ({"samples": 10}, "samples is 10"),
-        ({"tokens": 1}, "tokens is 1"),
+        ({"max_tokens": 1}, "max_tokens is 1"),
         ({"threads": 0}, "threads is 0"),
-        ({"tokens": 4000}, "shorten the prompts"),
+        ({"max_tokens": 4000}, "shorten the prompts"),
         ({"prompts": "nowhere.jsonl"}, "cannot be read"),
         ({"verifier": "psychic"}, "unknown"),
         ({"quantize": "int3"}, "quantize 'int3' is unknown"),

@@ -77,7 +77,7 @@ def audit(folders, fake, monkeypatch, tmp_path):
         options = ServerOptions(
             server="http://fake",
             draft=str(folders[1]) if draft else None,
-            tokens=6,
+            max_tokens=6,
             tests=",".join(case.key for case in cases),
         )
         settings = Settings(
@@ -298,7 +298,7 @@ def test_rounding_is_not_a_defect():
 
 def test_command_over_http(fake, folders):
     with serving(fake) as url:
-        arguments = ["audit", "--server", url, "--target", str(folders[0]), "--samples", "100", "--tokens", "3"]
+        arguments = ["audit", "--server", url, "--target", str(folders[0]), "--samples", "100", "--max-tokens", "3"]
         arguments += ["--tests", "first"]
         arguments += ["--threads", "1", "--json"]
         result = succeed(*arguments)

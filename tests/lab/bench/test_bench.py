@@ -123,14 +123,25 @@ def test_only_newlines_end_a_line(tmp_path):
     [
         ("{", "2: not JSON"),
         ('{"prompt', "Unterminated string starting at column 2"),
-        ("[]", "2: not a JSON object"),
+        ("[]", r'2: not a JSON object; write one object per line, like \{"category"'),
+        ("What is 2 + 2?", r'2: not JSON \(plain text and CSV are not read\); write .*, like \{"category"'),
+        ('"id","prompt"', "2: not JSON .plain text and CSV are not read"),
         ('{"category": 3, "prompt": "x"}', "2: category must be a string"),
         ('{"category": "", "prompt": "x"}', "2: category must be a string"),
-        ('{"category": "c"}', "2: give one of prompt and messages"),
-        ('{"category": "c", "prompt": "x", "messages": []}', "2: give one of prompt and messages"),
+        ("{}", "2: no prompt and no messages; use"),
+        ('{"instruction": "a", "input": ""}', "2: no prompt and no messages, but instruction, input; use"),
+        ('{"conversations": []}', "2: no prompt and no messages, but conversations; use"),
+        ('{"category": "c", "prompt": "x", "messages": []}', "2: the line has both prompt and messages; remove one"),
         ('{"category": "c", "prompt": ""}', "2: prompt must be"),
-        ('{"category": "c", "messages": [{"role": "user"}]}', "2: messages must be"),
-        ('{"category": "c", "messages": []}', "2: messages must be"),
+        ('{"messages": []}', "2: messages must be"),
+        ('{"messages": [{"content": "a"}]}', "2: message 1 has no role"),
+        ('{"messages": [{"role": "user"}]}', "2: message 1 has no content"),
+        ('{"messages": [{"role": "user", "content": []}]}', "2: message 1 has no content"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            "part with type image_url; write",
+        ),
+        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "1 has a content part with no text"),
         ('{"category": "c", "prompt": "a\\ud800"}', "2: the text has half of a surrogate pair"),
         ('{"category": "\\udcff", "prompt": "a"}', "2: the text has half of a surrogate pair"),
         ('{"category": "c", "prompt": ' + "[" * 100_000, "2: JSON that cannot be read"),
@@ -142,6 +153,13 @@ def test_invalid_line(tmp_path, line, message):
     file.write_text(f"{json.dumps(LINES[0])}\n{line}\n")
     with pytest.raises(OutriderError, match=message):
         read_prompts(file)
+
+
+def test_text_parts_of_a_message_are_joined(tmp_path):
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    file = tmp_path / "parts.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+    assert [prompt.messages for prompt in read_prompts(file)] == [({"role": "user", "content": "one two"},)]
 
 
 def test_byte_order_mark_is_ignored(tmp_path):

@@ -49,8 +49,15 @@ def with_figures(result, **changes):
 def test_tables_of_completions_that_end_in_one_round(result):
     """There is no speed, no latency and no draft token. The tables say so."""
     stats = Stats(passes=1, output_tokens=1)
-    text = shown(with_figures(result, tokens_per_s=None, speedup=None, latency_ms=None, stats=stats))
+    changed = with_figures(result, tokens_per_s=None, speedup=None, latency_ms=None, stats=stats)
+    limits = result.measured.limits
+    unmeasured = [replace(each, share_of_limit=None) for each in (limits.plain, limits.speculative)]
+    limits = replace(limits, plain=unmeasured[0], speculative=unmeasured[1])
+    text = shown(replace(changed, measured=replace(changed.measured, limits=limits)))
     assert "plain –, speculative –" in text
+    assert "reaches" not in text
+    assert "reaches" in shown(result)
+    assert "0.00" not in text.partition("Milliseconds between tokens")[2].partition("Overall tokens/s")[0]
 
 
 def test_inexact_verifier_is_reported(result):

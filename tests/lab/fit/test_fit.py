@@ -29,7 +29,7 @@ WORDS = ["red", "green", "blue", "black", "white", "grey", "pink", "brown", "gol
 PROMPTS = [{"category": "ab"[i % 2], "prompt": f"{word} {word} {word}"} for i, word in enumerate(WORDS)]
 CHOSEN = measured(case("ngram", 2, 1.5)).advice
 QUICK = {
-    "--minutes": 0.002,
+    "--max-minutes": 0.002,
     "--measure-minutes": 5,
     "--proposers": "ngram;suffix",
     "--k": "2",
@@ -192,7 +192,7 @@ def test_draft_model_is_compared_with_8_and_4_bits(fit, tmp_path, monkeypatch):
     draft = f"draft:{save(tmp_path / 'small', make_config('LlamaConfig', hidden_size=64))}"
     monkeypatch.setattr(run, "measure_proposers", record)
     monkeypatch.setattr(run, "certify", certify)
-    options = {"--proposers": f"ngram;{draft}", "--kernels": "auto", "--minutes": 0, "--samples": 100}
+    options = {"--proposers": f"ngram;{draft}", "--kernels": "auto", "--max-minutes": 0, "--samples": 100}
     result = fit(tmp_path / "out", **options)
     assert result.exit_code == 0, result.output
     assert asked == [{draft: (None, "int8", "int4")}, {draft: ("int8",)}]
@@ -207,7 +207,7 @@ def test_draft_model_is_compared_with_8_and_4_bits(fit, tmp_path, monkeypatch):
 def test_family_is_measured_as_drafts(fit, tmp_path):
     """A folder with the tokenizer of the target, smaller than it, is a proposer of the first measurement."""
     small = save(tmp_path / "models" / "small", make_config("LlamaConfig", hidden_size=32))
-    words = {"--family": tmp_path / "models", "--minutes": 0, "--proposers": "ngram"}
+    words = {"--family": tmp_path / "models", "--max-minutes": 0, "--proposers": "ngram"}
     result = fit(tmp_path / "out", **words)
     document = json.loads(result.stdout.splitlines()[-1])
     (draft,) = document["fit"]["drafts"]
@@ -372,12 +372,12 @@ def test_interrupted_measurement_resumes_from_its_runs(fit, tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(turns, "run", interrupt_later)
-        result = fit(out, **{"--minutes": 0})
+        result = fit(out, **{"--max-minutes": 0})
     assert result.exit_code == 130
     assert "Its runs so far are kept" in result.stderr
     stored = (out / "first.runs").read_text().splitlines()
     assert len(stored) > 2
-    document = finish(fit, out, **{"--minutes": 0})
+    document = finish(fit, out, **{"--max-minutes": 0})
     assert [plain["batches"] for plain in document["fit"]["first_measurement"]["plain"]] == [5, 5]
     assert not (out / "first.runs").exists()
     assert not (out / "head").exists()
@@ -386,7 +386,7 @@ def test_interrupted_measurement_resumes_from_its_runs(fit, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_more_minutes_train_the_head_of_a_finished_fit_anew(fit, copied, finished):
-    document = finish(fit, copied, **{"--minutes": 0.05})
+    document = finish(fit, copied, **{"--max-minutes": 0.05})
     assert document["fit"]["training"]["minutes"] == 0.05
     assert document["fit"]["training"]["steps"] > finished[1]["fit"]["training"]["steps"]
     assert document["fit"]["first_measurement"] == finished[1]["fit"]["first_measurement"]
@@ -516,9 +516,9 @@ def test_missing_target_is_reported(fit, tmp_path):
         ({"--temperature": "0,-1"}, "temperature is -1"),
         ({"--temperature": "hot"}, "--temperature is 'hot'; use up to 64 numbers such as 0,0.7,1"),
         ({"--draft-window": 8}, "--draft-window is 8; use at least 16 tokens"),
-        ({"--draft-candidates": 64}, "draft heads support no --draft-candidates; leave it out, or use --minutes 0"),
+        ({"--draft-candidates": 64}, "draft heads support no --draft-candidates; leave it out, or set --max-minutes 0"),
         ({"--draft-window": 32, "--head": "medusa"}, "heads of kind medusa support no --draft-window"),
-        ({"--draft-window": 32, "--minutes": 0}, "none of ngram, suffix has a draft that reads the text"),
+        ({"--draft-window": 32, "--max-minutes": 0}, "none of ngram, suffix has a draft that reads the text"),
         (
             {"--draft-quantize": "int4", "--head": "medusa", "--kernels": "auto"},
             "heads of kind medusa support no --draft-quantize",

@@ -40,6 +40,18 @@ def test_restored_planner_continues_where_it_stopped():
     assert sum(fresh_ks) > 2 * sum(restored_ks)
 
 
+def test_restored_planner_has_the_free_trials_of_a_new_engine():
+    """Its texts may differ from those of the process that saved the state."""
+    original = unsuccessful_planner()
+    restored_planner = CostPlanner(costs(CONSTANT, FIFTH), max_draft_tokens=12)
+    restored_planner.restore(original.state())
+    seconds = {"took": lambda k: (1.0, 0.2 * k)}
+    assert not any(simulate(original, 1, [0.0] * 12, 30, **seconds))
+    restored_ks = simulate(restored_planner, 1, [0.0] * 12, 30, **seconds)
+    assert restored_ks[0] > 0
+    assert not any(restored_ks[8:])
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -51,7 +51,10 @@ def test_lists_of_proposers_and_draft_lengths():
     ("settings", "message"),
     [
         ({"proposers": ("none",)}, "plain decoding is always measured as well"),
-        ({"proposers": ("merge(ngram",)}, "lacks its closing bracket"),
+        ({"proposers": ("merge(ngram",)}, "has an open bracket"),
+        ({"proposers": ("ngram,suffix",)}, "separate them by semicolons: 'ngram;suffix'"),
+        ({"proposers": ("merge(ngram,recycle), suffix:9",)}, r"semicolons: 'merge\(ngram,recycle\);suffix:9'"),
+        ({"proposers": ("draft:no,where",)}, "no,where is not a folder"),
         ({"ks": (0,)}, "k is 0; use a number of draft tokens from 1 to 256"),
         ({"batches": (0,)}, "batch is 0; use at least 1"),
         ({"repeats": 0}, "repeats is 0; use at least 1"),
@@ -289,8 +292,8 @@ def test_each_run_has_a_line_where_the_output_is_no_terminal(tmp_path):
         measure(four_prompts(tmp_path, repeats=1), Console(quiet=True))
     lines = [line for line in printed.getvalue().splitlines() if " of 8: " in line]
     assert len(lines) == 8
-    assert re.fullmatch(r"1 of 8: batch 1, temperature 0, plain decoding: \d+ tokens/s", lines[0])
-    assert re.fullmatch(r"8 of 8: batch 1, temperature 0, plain decoding: \d+ tokens/s", lines[7])
+    assert re.fullmatch(r"1 of 8: batch 1, temperature 0, plain decoding: \d+ tokens/s with prompts", lines[0])
+    assert re.fullmatch(r"8 of 8: batch 1, temperature 0, plain decoding: \d+ tokens/s with prompts", lines[7])
     terminal = io.StringIO()
     with shown_on(StageBar(Console(file=terminal, force_terminal=True, width=80))):
         measure(four_prompts(tmp_path, repeats=1), Console(quiet=True))

@@ -15,6 +15,7 @@ from huggingface_hub import close_session, constants
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.drafting.propose.expression import absolute, fetch_models, model_names
+from outrider.drafting.propose.registry import check_proposer
 from outrider.errors import OutriderError
 from outrider.lab.tune.config import settings_dict
 from outrider.llm import LLM
@@ -406,6 +407,19 @@ def test_expressions_are_fetched_and_exports_are_not(hub, tmp_path):
     assert not hub.requests
     fetch_models("@mini", "first(ngram,best(suffix,cascade:org/model))", None)
     assert "model.safetensors" in hub.downloads()
+
+
+def test_the_missing_folder_of_a_datastore_is_no_name(hub):
+    assert list(model_names("merge(retrieval:w/idx,retrieval:w/idx:3,draft:org/name)")) == ["org/name"]
+    with pytest.raises(OutriderError, match="w/idx holds no datastore; make one with outrider index"):
+        check_proposer("retrieval:w/idx")
+
+
+def test_a_missing_path_in_an_existing_folder(hub, cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w").mkdir()
+    with pytest.raises(OutriderError, match=r"^the folder w here has no w/idx, and no model on http"):
+        model_folder("w/idx")
 
 
 def test_a_size_needs_no_weights(hub):

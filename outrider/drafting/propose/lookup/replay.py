@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from outrider.core.json_lines import Line, read_lines
 from outrider.core.params import is_whole
-from outrider.core.prompts import Line, read_lines
 from outrider.core.proposer import ProposerSetup
 from outrider.core.types import Batch, Draft, Needs, Request, Round
 from outrider.drafting.propose.tree_builder import TreeBuilder, build_draft

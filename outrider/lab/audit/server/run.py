@@ -109,7 +109,7 @@ class _Audit:
     def _pair(self, folder: str, prompts: Sequence[Prompt], dtype: str) -> Pair:
         config = replace(self.config, target=folder, dtype=dtype)
         with stage("loading models"):
-            return Pair(config, prompts, room=self.options.tokens + _ROOM)
+            return Pair(config, prompts, room=self.options.max_tokens + _ROOM)
 
     def _load(self, folder: str, prompts: tuple[Prompt, ...]) -> tuple[Pair, torch.dtype, float]:
         """Return the model in float32, the type of the server's numbers, and how far rounding moves a logit."""
@@ -132,7 +132,7 @@ class _Audit:
 
     async def _greedy(self, completions: Completions, encoded: Sequence[tuple[Prompt, Tokens]]) -> list[Any]:
         params = SamplingParams(temperature=0.0)
-        asked = (completions.ask(*each, params, max_tokens=self.options.tokens) for each in encoded)
+        asked = (completions.ask(*each, params, max_tokens=self.options.max_tokens) for each in encoded)
         return list(await asyncio.gather(*asked))
 
     async def _sample(

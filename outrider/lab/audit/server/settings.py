@@ -21,7 +21,7 @@ class ServerOptions(ClientSettings):
     """Use chat completions. Default: only if there are no completions."""
     concurrency: Annotated[int, Option(panel=SERVER, min=1)] = 8
     """Requests at a time."""
-    tokens: Annotated[int, Option(panel=SERVER, min=2)] = 64
+    max_tokens: Annotated[int, Option(panel=SERVER, min=2)] = 64
     """Greedy output tokens per prompt to replay."""
     server_dtype: Annotated[str, Option("NAME", SERVER)] = "auto"
     """Type of the numbers that the server computes with. It sets what counts as rounding. Default: as the checkpoint is

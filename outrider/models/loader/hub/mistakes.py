@@ -1,6 +1,7 @@
 """Explain a failure with a model of the Hub in one line that names the fix."""
 
 import errno
+from pathlib import Path
 
 from huggingface_hub import constants
 from huggingface_hub.errors import (
@@ -24,7 +25,10 @@ def explain(name: HubName, error: Exception) -> OutriderError:
     """Return the error of a model that cannot be fetched, for an exception of huggingface_hub or what it uses."""
     hub = constants.ENDPOINT
     folder = constants.HF_HUB_CACHE
-    nowhere = f"{name} is no folder or file here"
+    parent = name.repo.partition("/")[0]
+    nowhere = (
+        f"the folder {parent} here has no {name}" if Path(parent).is_dir() else f"{name} is no folder or file here"
+    )
     if isinstance(error, GatedRepoError):
         return OutriderError(f"{name.repo} is gated: accept its conditions at {hub}/{name.repo}, then {_LOG_IN}")
     if isinstance(error, RepositoryNotFoundError):
