@@ -44,7 +44,7 @@ def _with_names_in_errors(kind: type[_Params]) -> type[_Params]:
             raise InvalidParam(name, f"{name} is not a sampling parameter; {unknown_name(name, known)}")
         init(self, *args, **options)
 
-    kind.__init__ = checked_init  # type: ignore[method-assign]
+    kind.__init__ = checked_init  # type: ignore[assignment, method-assign]
     return kind
 
 
