@@ -31,6 +31,7 @@ from outrider.runtime.ranks import seconds_of_first_rank
 _TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _FIRST = (1, 8, 4, 2, 16, 12, 6, 24, 3, 32)  # tokens of the shapes that are measured first, if time is short
 _MAX_PER_SEQUENCE = 16  # wider passes have more sequences
+_PADDED = (1, 4, 12, 2, 8, 6, 3, 5, 16, 7, 10, 32)  # tokens per sequence of a padded target, the most important first
 PASSES = 6  # passes of each shape that a whole measurement has
 _CHECKS = 2  # passes that check a known time
 _SHORT = 0.05  # seconds; a shorter pass has a warm-up before it, because another shape ran before
@@ -86,7 +87,8 @@ class PassTimes:
 
     def cost(self) -> PassCost:
         """Return the cost of passes, from at least one measurement."""
-        cost = PassCost.fit([each.sample for each in self.known.values()])
+        samples = [each.sample for each in self.known.values()]
+        cost = PassCost.fit(samples, padded_slots=padded_slots(self._target))
         window = find_window(self._target)
         return replace(
             cost,
@@ -157,9 +159,8 @@ class PassTimes:
 
 def _shapes_by_importance(target: Target) -> Iterator[Shape]:
     """Yield all shapes of a target, the most important ones first."""
-    empty = {shape.tokens: shape for shape in _shapes_without_cached_tokens(target)}
-    first = [empty.pop(tokens) for tokens in _FIRST if tokens in empty]
-    yield from first
+    empty = list(_padded_shapes(target) if padded_slots(target) > 1 else _packed_shapes(target))
+    yield from empty[: len(_FIRST)]
     context = context_of(target)
     if isinstance(target, ExpertCounter) and target.touched_experts() is not None:
         for tokens in _EQUAL:
@@ -170,13 +171,14 @@ def _shapes_by_importance(target: Target) -> Iterator[Shape]:
     # A draft head computes logits for the last token only. A draft that shares the target's cache has no prefill.
     if not isinstance(target, HeadTarget) and not isinstance(target.cache, SharedCache):
         yield Shape(min(_PREFILL, context - 1), 1, scored=False)
-    yield from empty.values()
+    yield from empty[len(_FIRST) :]
 
 
 def _deep_shapes(target: Target) -> Iterator[Shape]:
     """Yield the shapes with a filled cache."""
     context = context_of(target)
-    for tokens, seqs in sorted({(1, 1), (8, 1), (min(target.slots, 4), min(target.slots, 4))}):
+    several = target.slots if padded_slots(target) > 1 else min(target.slots, 4)
+    for tokens, seqs in sorted({(1, 1), (8, 1), (several, several)}):
         cached = min(_DEEP, context - 1 - tokens)
         if cached > 0:
             yield Shape(tokens, seqs, cached)
@@ -190,13 +192,36 @@ def context_of(target: Target) -> int:
     return target.context if window is None else window.size
 
 
-def _shapes_without_cached_tokens(target: Target) -> Iterator[Shape]:
+def padded_slots(target: Target) -> int:
+    """Return how many sequences a padded target can hold; 1 for another target.
+
+    A pass of a padded target takes as long as if all sequences had as many tokens as the longest.
+    Its time depends on the number of sequences and on the tokens of each.
+    """
+    return target.slots if getattr(target, "padded", False) else 1
+
+
+def _packed_shapes(target: Target) -> Iterator[Shape]:
     """Yield the shapes with an empty cache. Few sequences share the tokens, as far as the context allows."""
+    shapes = {}
     for tokens in _TOKENS:
         seqs = min(target.slots, -(-tokens // _MAX_PER_SEQUENCE) if tokens > _MAX_PER_SEQUENCE else 1)
         if tokens > seqs * (context_of(target) - 1) or tokens // seqs > 4 * _MAX_PER_SEQUENCE:
-            return
-        yield Shape(tokens, seqs)
+            break
+        shapes[tokens] = Shape(tokens, seqs)
+    yield from (shapes.pop(tokens) for tokens in _FIRST if tokens in shapes)
+    yield from shapes.values()
+
+
+def _padded_shapes(target: Target) -> Iterator[Shape]:
+    """Yield the shapes of a padded target with an empty cache: passes over one sequence, and over all slots.
+
+    Those over all slots come first. Until there are others, they also tell about fewer sequences.
+    """
+    counts = [each for each in _PADDED if each < context_of(target)]
+    single = [Shape(each, 1) for each in counts]
+    full = [Shape(each * target.slots, target.slots) for each in counts if each * target.slots <= _TOKENS[-1]]
+    yield from (*single[:1], *full[:3], *single[1:3], *full[3:], *single[3:])
 
 
 def _touched_experts(target: Target) -> float:

@@ -43,8 +43,12 @@ class Sample:
 class PassCost:
     """t = base(tokens) + entry * cached entries + pair * (token, cached entry) pairs.
 
-    `base` is the time to read the weights and multiply, interpolated between measurements. Cached
-    entries are read once per sequence; attention multiplies each pair. A prompt token without
+    `base` is the time to read the weights and multiply, interpolated between measurements. It
+    depends on the sum of the tokens. In a padded target it depends on the sequences and on the
+    tokens of each. `tokens` and `seconds` are then passes over one sequence, `full_tokens` and
+    `full_seconds` passes over `slots` sequences. The time of fewer sequences lies between them.
+
+    Cached entries are read once per sequence; attention multiplies each pair. A prompt token without
     logits takes `fed` seconds, because a small model spends most of its time in the output layer.
 
     In a mixture of experts, `base` includes the experts that the measured tokens used. A pass that
@@ -60,6 +64,14 @@ class PassCost:
     shares_cache: bool = False  # whether it reads the KV cache of the target, so that it has no prefill
     experts: tuple[float, ...] = ()  # distinct experts of each measured pass, the mean over layers; (): not counted
     expert: float = 0.0  # seconds for one more distinct expert of each layer
+    slots: int = 1  # sequences of the passes of `full_seconds`
+    full_tokens: tuple[int, ...] = ()  # of each sequence in these passes, ascending; (): the sum of the tokens counts
+    full_seconds: tuple[float, ...] = ()  # of these passes with an empty cache, ascending
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a measured pass."""
+        return max(self.tokens[-1], self.slots * max(self.full_tokens, default=0))
 
     def __call__(self, tokens: float, *, seqs: float, cached: float, feed: float = 0.0) -> float:
         """Return the seconds of a pass.
@@ -70,7 +82,10 @@ class PassCost:
             cached: mean cached tokens per sequence.
             feed: prompt tokens without logits.
         """
-        base = self.base(tokens + feed) if self.fed is None else self.base(tokens) + self.fed * feed
+        if self.fed is None:
+            base = self.base(tokens + feed, seqs=seqs)
+        else:
+            base = self.base(tokens, seqs=seqs) + self.fed * feed
         return base + self.deep(tokens + feed, seqs=seqs, cached=cached)
 
     def deep(self, tokens: float, *, seqs: float, cached: float) -> float:
@@ -78,24 +93,43 @@ class PassCost:
         visible = cached if self.window is None else min(cached, self.window)
         return (self.entry * seqs + self.pair * tokens) * visible
 
-    def base(self, tokens: float) -> float:
-        """Return the seconds of a pass with an empty cache."""
-        at = min(max(bisect_left(self.tokens, tokens), 1), len(self.tokens) - 1)
-        if not at:
-            return self.seconds[0]
-        low, high = self.tokens[at - 1], self.tokens[at]
-        slope = (self.seconds[at] - self.seconds[at - 1]) / (high - low)
-        return self.seconds[at - 1] + slope * max(tokens - low, low - self.tokens[0] if at == 1 else 0)
+    def base(self, tokens: float, *, seqs: float = 1) -> float:
+        """Return the seconds of a pass over `tokens` of `seqs` sequences with an empty cache."""
+        if not self.full_tokens or seqs <= 1:
+            return _interpolate(self.tokens, self.seconds, tokens)
+        one = _interpolate(self.tokens, self.seconds, tokens / seqs)
+        full = _interpolate(self.full_tokens, self.full_seconds, tokens / seqs)
+        return one + (full - one) * min((seqs - 1) / (self.slots - 1), 1.0)
 
     @classmethod
-    def fit(cls, samples: Sequence[Sample]) -> PassCost:
-        """Fit the model to samples with an empty cache, and some with cached tokens: for one token and for many."""
-        first = sorted((s for s in samples if s.scored and not s.cached and not s.equal), key=lambda s: s.tokens)
-        empty = [(s.tokens, s.seconds) for s in first]
-        # More tokens never take less time. Measurements that say otherwise were disturbed.
-        seconds = tuple(accumulate((took for _, took in reversed(empty)), min))[::-1]
-        base = cls(tokens=tuple(tokens for tokens, _ in empty), seconds=seconds, entry=0.0, pair=0.0)
-        deep = [(s.seqs * s.cached, s.tokens * s.cached, s.seconds - base.base(s.tokens)) for s in samples if s.cached]
+    def fit(cls, samples: Sequence[Sample], *, padded_slots: int = 1) -> PassCost:
+        """Fit the model to samples with an empty cache, and some with cached tokens: for one token and for many.
+
+        In a padded target of several slots, passes over all slots are apart from those over one sequence. Before two of
+        each are measured, the sum of the tokens is the best guess.
+        """
+        empty = [s for s in samples if s.scored and not s.cached and not s.equal]
+        first = sorted({s.tokens: s for s in empty}.values(), key=lambda s: s.tokens)
+        full = sorted((s for s in empty if 1 < padded_slots == s.seqs), key=lambda s: s.tokens)
+        single = sorted((s for s in empty if s.seqs == 1), key=lambda s: s.tokens)
+        if min(len(full), len(single)) > 1:
+            first = single
+        else:
+            full = []
+        base = cls(
+            tokens=tuple(s.tokens for s in first),
+            seconds=_rising(first),
+            entry=0.0,
+            pair=0.0,
+            slots=padded_slots,
+            full_tokens=tuple(s.tokens // padded_slots for s in full),
+            full_seconds=_rising(full),
+        )
+        deep = [
+            (s.seqs * s.cached, s.tokens * s.cached, s.seconds - base.base(s.tokens, seqs=s.seqs))
+            for s in samples
+            if s.cached
+        ]
         counts = tuple(s.experts for s in first) if all(s.experts for s in first) else ()
         entry, pair = _least_squares(deep)
         fed = min((s.seconds / s.tokens for s in samples if not s.scored), default=None)
@@ -201,7 +235,7 @@ class Clock:
         twice the expected time.
         """
         self._known.clear()
-        if tokens > self._costs.target.tokens[-1]:
+        if tokens > self._costs.target.most_tokens:
             return  # there is no measurement to compare with
         if experts:
             self._use.learn(tokens, experts)
@@ -225,7 +259,7 @@ class Clock:
     def _added_seconds(self, tokens: float, seqs: int, cached: float) -> tuple[float, float]:
         """Return the measured seconds of the tokens after the first, and of the cached tokens."""
         target = self._costs.target
-        wide = target.base(tokens) - self._one_token
+        wide = target.base(tokens, seqs=seqs) - self._one_token
         if target.expert:
             saved = target.expert * (self._use.of_random(tokens) - self._use.of_text(tokens))
             wide = max(wide - saved, 0.0)
@@ -250,8 +284,23 @@ def _solve(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[f
 
 def _pass_cost(fields: dict[str, Any]) -> PassCost:
     """Return the `PassCost` of a JSON object."""
-    lists = {name: tuple(fields[name]) for name in ("tokens", "seconds", "experts")}
+    lists = {name: tuple(fields[name]) for name in ("tokens", "seconds", "experts", "full_tokens", "full_seconds")}
     return PassCost(**{**fields, **lists})
+
+
+def _interpolate(counts: Sequence[int], seconds: Sequence[float], count: float) -> float:
+    """Return the seconds at `count` from those at ascending `counts`. The line of the last two continues after them."""
+    at = min(max(bisect_left(counts, count), 1), len(counts) - 1)
+    if not at:
+        return seconds[0]
+    low, high = counts[at - 1], counts[at]
+    slope = (seconds[at] - seconds[at - 1]) / (high - low)
+    return seconds[at - 1] + slope * max(count - low, 0.0)
+
+
+def _rising(samples: Sequence[Sample]) -> tuple[float, ...]:
+    """Return the seconds of samples with ascending tokens. One that takes longer than more tokens was disturbed."""
+    return tuple(accumulate((sample.seconds for sample in reversed(samples)), min))[::-1]
 
 
 def _expert_seconds(random: Sequence[Sample], equal: Sequence[Sample]) -> float:

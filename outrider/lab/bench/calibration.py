@@ -46,14 +46,19 @@ def show_calibration(document: dict[str, Any], console: Console) -> None:
     for name in pass_costs:
         table.add_column(name, justify="right")
         table.add_column("per token", justify="right")
-    experts = dict(zip(pass_costs["target"].tokens, pass_costs["target"].experts, strict=False))
+    target = pass_costs["target"]
+    experts = dict(zip(target.tokens, target.experts, strict=False))
+    if target.full_tokens:
+        table.add_column(f"target, of each of {target.slots} sequences", justify="right")
     if experts:
         table.add_column("experts", justify="right")
-    for tokens in pass_costs["target"].tokens:
+    for tokens in target.tokens:
         cells = []
         for cost in pass_costs.values():
             seconds = cost(tokens, seqs=1, cached=0)
             cells += [f"{1e3 * seconds:.2f}", f"{1e3 * seconds / tokens:.2f}"]
+        if target.full_tokens:
+            cells.append(f"{1e3 * target.base(tokens * target.slots, seqs=target.slots):.2f}")
         if experts:
             cells.append(f"{experts[tokens]:.1f}")
         table.add_row(str(tokens), *cells)
@@ -67,6 +72,6 @@ def show_calibration(document: dict[str, Any], console: Console) -> None:
     if experts:
         console.print(
             "experts: distinct experts of a layer that a pass over random tokens uses. One more adds"
-            f" {1e3 * pass_costs['target'].expert:.3f} ms."
+            f" {1e3 * target.expert:.3f} ms."
         )
     console.print(f"The tokens of a pass are fed tokens and draft tokens. Kernels: {document['kernels']}.")
