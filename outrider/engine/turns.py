@@ -61,8 +61,7 @@ class Turns:
             try:
                 self._run_calls()
             finally:
-                following = self._next()
-                if following:
+                if following := self._next():
                     self._pass(following)
                 else:
                     self._depth = 0
@@ -73,6 +72,8 @@ class Turns:
 
         Otherwise it keeps the turn, because each thread that runs rounds has worker threads of its own.
         """
+        if not self._waiting:
+            return
         with self._lock:
             following = self._next()
             if self._depth > 1 or following is None or following.wants_round():
@@ -112,8 +113,9 @@ class Turns:
 
     def _next(self) -> _Waiting | None:
         """Return the thread that has the next turn, if one waits."""
-        first = self._waiting[0] if self._waiting else None
-        return next((each for each in self._waiting if not each.wants_round()), first)
+        if not self._waiting:
+            return None
+        return next((each for each in self._waiting if not each.wants_round()), self._waiting[0])
 
     def _pass(self, following: _Waiting) -> None:
         self._waiting.remove(following)
