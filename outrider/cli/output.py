@@ -168,7 +168,7 @@ def _summary(outcome: Outcome) -> list[str]:
         f"{count_text(tokens, 'token')} in {outcome.seconds:.2f} s: {first}{speed}",
         f"tau {stats.tau:.2f} tokens per pass" + (f"; accepted by position {rates}" if rates else ""),
     ]
-    if stats.rounds:
+    if stats.seconds:
         document = stats.as_dict()
         times = (f"{name} {document[f'{name}_ms']:.2f} ms" for name in ("draft", "target", "host"))
         lines.append(f"a round: {', '.join(times)}")

@@ -6,6 +6,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from time import thread_time
 from typing import Any, cast
 
@@ -55,6 +56,7 @@ class Grammars:
         self._tokenizer_info: Any = None  # the tokenizer in the form of llguidance, created on first use
         self._named: Mapping[str, str] = {}  # see `GuidanceTokenizer`; set with the former
         self._cache: OrderedDict[Constraint, Grammar] = OrderedDict()
+        self._lock = Lock()  # of the cache
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Compile a constraint.
@@ -62,9 +64,15 @@ class Grammars:
         Raises:
             OutriderError: the constraint is invalid, too large or unsatisfiable, or llguidance is not installed.
         """
-        if constraint in self._cache:
+        with self._lock:
+            if constraint not in self._cache:
+                self._cache[constraint] = self._checked(constraint)
+                if len(self._cache) > _CACHE_SIZE:
+                    self._cache.popitem(last=False)
             self._cache.move_to_end(constraint)
             return self._cache[constraint]
+
+    def _checked(self, constraint: Constraint) -> Grammar:
         compiled = self._compile(constraint)
         grammar = Grammar(compiled, words=-(-self._tokenizer_info.vocab_size // 32), ends=self._ends)
         matcher = grammar.start(frozenset())
@@ -73,9 +81,6 @@ class Grammars:
         for _ in range(_PROBED_TOKENS):
             if matcher.forced is not None and not matcher.done:
                 matcher.advance(matcher.forced)
-        self._cache[constraint] = grammar
-        if len(self._cache) > _CACHE_SIZE:
-            self._cache.popitem(last=False)
         return grammar
 
     def _compile(self, constraint: Constraint) -> Any:

@@ -195,7 +195,7 @@ class SamplingFields(ForeignFields, EngineFields):
             )
         return SamplingParams(
             temperature=self.temperature,
-            top_k=max(self.top_k, 0),
+            top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
