@@ -17,7 +17,7 @@ class _Waiting:
 
 
 class Turns:
-    """One thread at a time has the turn, in which it runs rounds. Nobody reads sequences in the round of another.
+    """One thread at a time has the turn and runs rounds. The other threads read their sequences between rounds.
 
     A thread that needs no round, since the rounds of others have done its work, goes before those that need
     one. The others go in the order of their arrival. A thread may take a turn within its own.
