@@ -18,7 +18,7 @@ from outrider.core.types import Completion, Request, SequenceState
 from outrider.drafting.plan.store import PlanFile, check_plan, restored
 from outrider.engine.build import EngineParts, build
 from outrider.engine.codec import EncodedSource, Prompt, Source, TextCodec
-from outrider.engine.drive import drive
+from outrider.engine.drive import finish
 from outrider.engine.engine import Engine
 from outrider.engine.output import Chunk, chunks_of, completion_of
 from outrider.engine.requests import RequestMaker, checked_params
@@ -30,7 +30,12 @@ _log = logging.getLogger("outrider")
 
 
 class LLM:
-    """Generates text with a target and a proposer."""
+    """Generates text with a target and a proposer.
+
+    Threads may share an LLM. Their requests run in the same rounds, as one batch, and each text is the same as
+    alone. A stream that is not read does not delay other threads. A process that is forked after an LLM was loaded
+    cannot use one; start it with `multiprocessing.get_context("spawn")`.
+    """
 
     _plan: PlanFile | None
 
@@ -175,8 +180,7 @@ class LLM:
             OutriderError: a prompt, a source or a parameter does not fit the model.
         """
         seqs = list(map(self.add, self._request_maker.of_prompts(prompts, params, sources)))
-        for _ in drive(self.engine, seqs):
-            pass
+        finish(self.engine, seqs)
         self.try_save_plan()
         return list(map(self.completion, seqs))
 
@@ -228,7 +232,8 @@ class LLM:
             OutriderError: it cannot be written.
         """
         if self._plan is not None:
-            self._plan.save(self._parts.planner)
+            with self.engine.turns:
+                self._plan.save(self._parts.planner)
 
     def try_save_plan(self) -> None:
         """Write the plan file, and log a warning if that fails."""

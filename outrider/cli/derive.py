@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, reduce, wraps
@@ -24,6 +24,7 @@ _WITH_VARIABLE = (
     "draft_candidates max_model_len host port served_model_name api_key api_keys tls_cert tls_key "
     "max_num_seqs max_queued_requests request_timeout allow_origin log_format shutdown_timeout"
 )
+_PYTHON_ONLY = (Callable, Mapping)  # kinds of values that have no text
 _CONFIG = "config"
 _DEFAULT = " Default: "  # begins the last sentence of a help text
 _CONFIG_HELP = (
@@ -213,8 +214,8 @@ def _text(value: Any) -> Any:
 
 
 def _text_type(kind: Any) -> Any:
-    """Return the type of a value on the command line. A text stands for paths and callables."""
+    """Return the type of a value on the command line. A text stands for paths, callables and mappings."""
     if get_origin(kind) not in (Union, UnionType):
         return kind
-    kinds = [each for each in get_args(kind) if each not in (NoneType, Path) and get_origin(each) is not Callable]
+    kinds = [each for each in get_args(kind) if each not in (NoneType, Path) and get_origin(each) not in _PYTHON_ONLY]
     return reduce(or_, kinds if NoneType not in get_args(kind) else [*kinds, None])

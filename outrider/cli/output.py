@@ -136,7 +136,7 @@ class Output:
             self._stderr.print(line, style="dim", soft_wrap=True)
         failed = [each for each in outcome.completions if each.finish_reason is FinishReason.ERROR]
         for completion in failed:
-            message = escape(f"{completion.error}; try another dtype")
+            message = escape(completion.error)
             self._stderr.print(f"[red]error:[/red] {message}", soft_wrap=True)
         if self._as_json:
             print(json.dumps(_document(outcome, self._llm)), flush=True)
@@ -168,7 +168,7 @@ def _summary(outcome: Outcome) -> list[str]:
         f"{count_text(tokens, 'token')} in {outcome.seconds:.2f} s: {first}{speed}",
         f"tau {stats.tau:.2f} tokens per pass" + (f"; accepted by position {rates}" if rates else ""),
     ]
-    if stats.rounds:
+    if stats.seconds:
         document = stats.as_dict()
         times = (f"{name} {document[f'{name}_ms']:.2f} ms" for name in ("draft", "target", "host"))
         lines.append(f"a round: {', '.join(times)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypeGuard
@@ -102,9 +101,10 @@ class EngineConfig:
     context for every sequence, as far as memory is free."""
     prefix_caching: Annotated[bool, Option(panel=LIMITS)] = True
     """Reuse the KV cache of common prompt prefixes. A server does so within the requests of one user."""
-    speculative_config: Annotated[str | None, Option("JSON", MODEL)] = None
+    speculative_config: Annotated[str | Mapping[str, Any] | None, Option("JSON", MODEL)] = None
     """Proposer and k in the form of vLLM, such as {"method": "eagle3", "model": DIR, "num_speculative_tokens": 3}, or
-    with the names of SGLang's options. Other keys: prompt_lookup_max, prompt_lookup_min."""
+    with the names of SGLang's options. Other keys: prompt_lookup_max, prompt_lookup_min. Files and Python may give an
+    object in place of its text."""
     isolate_faults: bool = False
     """An exception in a proposer costs its draft only. It is logged and counted, and decoding goes on. It has no effect
     with `tp` above 1, because all ranks must draft the same tokens."""
@@ -143,11 +143,11 @@ class EngineConfig:
         if self.plan is not None and self.k != AUTO:
             raise OutriderError(f"plan {self.plan} needs k auto, and k is {self.k}; use k auto, or no plan")
 
-    def _take_speculative_config(self, text: str) -> None:
+    def _take_speculative_config(self, given: str | Mapping[str, Any]) -> None:
         """Set proposer and k by a configuration of another engine."""
         from outrider.core.speculative_config import read_speculative_config  # here, so that proposers import little
 
-        proposer, k = read_speculative_config(text)
+        proposer, k = read_speculative_config(given)
         if self.proposer is not None or self.k != AUTO:
             raise OutriderError("speculative_config and proposer or k both set the drafts; leave one of them out")
         object.__setattr__(self, "proposer", proposer)
@@ -174,14 +174,14 @@ class EngineConfig:
         """Make a configuration from keywords.
 
         Raises:
-            OutriderError: a keyword is unknown; the message names the closest one.
+            OutriderError: a keyword is unknown; the message names the one to use.
         """
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
-                close = get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"use {either(known)}"
-                raise OutriderError(f"{name} is not an option of an engine; {hint}")
+                from outrider.core.foreign_names import unknown_name  # here, so that proposers import little
+
+                raise OutriderError(f"{name} is not an option of an engine; {unknown_name(name, known)}")
         return cls(target=target, **options)
 
     @property

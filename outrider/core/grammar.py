@@ -6,6 +6,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from time import thread_time
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from outrider.core.constraint import STYLE, Constraint, Kind
 from outrider.core.guidance_tokenizer import GuidanceTokenizer
-from outrider.errors import Fault, OutriderError
+from outrider.errors import Fault, OutriderError, either
 
 _MAX_SECONDS = 1.0  # for one token; usually it takes milliseconds. `_LIMITS` does not bound every case
 _time_limit = True  # whether `_MAX_SECONDS` applies
@@ -55,6 +56,7 @@ class Grammars:
         self._tokenizer_info: Any = None  # the tokenizer in the form of llguidance, created on first use
         self._named: Mapping[str, str] = {}  # see `GuidanceTokenizer`; set with the former
         self._cache: OrderedDict[Constraint, Grammar] = OrderedDict()
+        self._lock = Lock()  # of the cache
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Compile a constraint.
@@ -62,9 +64,15 @@ class Grammars:
         Raises:
             OutriderError: the constraint is invalid, too large or unsatisfiable, or llguidance is not installed.
         """
-        if constraint in self._cache:
+        with self._lock:
+            if constraint not in self._cache:
+                self._cache[constraint] = self._checked(constraint)
+                if len(self._cache) > _CACHE_SIZE:
+                    self._cache.popitem(last=False)
             self._cache.move_to_end(constraint)
             return self._cache[constraint]
+
+    def _checked(self, constraint: Constraint) -> Grammar:
         compiled = self._compile(constraint)
         grammar = Grammar(compiled, words=-(-self._tokenizer_info.vocab_size // 32), ends=self._ends)
         matcher = grammar.start(frozenset())
@@ -73,9 +81,6 @@ class Grammars:
         for _ in range(_PROBED_TOKENS):
             if matcher.forced is not None and not matcher.done:
                 matcher.advance(matcher.forced)
-        self._cache[constraint] = grammar
-        if len(self._cache) > _CACHE_SIZE:
-            self._cache.popitem(last=False)
         return grammar
 
     def _compile(self, constraint: Constraint) -> Any:
@@ -275,6 +280,19 @@ def _after_prefix(prefix: str, answer: str) -> str:
     return json.dumps(document | {"grammars": [start, *document["grammars"]]})
 
 
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")  # of JSON Schema
+_FIXES = (  # a pattern of llguidance's messages, and what to say in its place
+    (r"Unimplemented keys: \[(.*)\]", r"it has \1, which is not supported here; leave this out"),
+    (r"Invalid type: (.*)", rf'"type" is "\1"; use {either(_TYPES)}'),
+    (r"Unknown format: (.*)", r'the format "\1" is unknown; leave it out, or give a "pattern"'),
+    (r".*regex parse error:.*\berror: ([^\n]*).*", r"\1; correct the regular expression"),
+)
+
+
 def _invalid(constraint: Constraint, reason: str) -> OutriderError:
-    reason = " ".join(reason.replace("<non-verbose/>", "").split())[:300]
+    reason = reason.replace("<non-verbose/>", "").strip()
+    for pattern, message in _FIXES:
+        if match := re.fullmatch(pattern, reason, re.DOTALL):
+            return OutriderError(f"the {constraint.kind} constraint cannot be used: {match.expand(message)}")
+    reason = " ".join(reason.split())[:300]
     return OutriderError(f"the {constraint.kind} constraint is invalid: {reason}")

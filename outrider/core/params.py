@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TypeGuard
+from dataclasses import dataclass, field, fields
+from functools import wraps
+from typing import Any, TypeGuard, TypeVar
 
 from outrider.core.constraint import Constraint
 from outrider.errors import OutriderError
@@ -26,6 +27,28 @@ class InvalidParam(OutriderError):
         self.param = param
 
 
+_Params = TypeVar("_Params")
+
+
+def _with_names_in_errors(kind: type[_Params]) -> type[_Params]:
+    """Make the constructor of a dataclass name the parameter to use in place of an unknown one."""
+    known = dict.fromkeys(field.name for field in fields(kind)).keys()  # type: ignore[arg-type]
+    init = kind.__init__
+
+    @wraps(init)
+    def checked_init(self: _Params, *args: Any, **options: Any) -> None:
+        if not options.keys() <= known:
+            from outrider.core.foreign_names import unknown_name  # here, so that proposers import little
+
+            name = next(name for name in options if name not in known)
+            raise InvalidParam(name, f"{name} is not a sampling parameter; {unknown_name(name, known)}")
+        init(self, *args, **options)
+
+    kind.__init__ = checked_init  # type: ignore[assignment, method-assign]
+    return kind
+
+
+@_with_names_in_errors
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample a completion. Every field holds exactly, with and without speculation.
@@ -35,7 +58,7 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 is greedy; otherwise in [0.000001, 10000].
-        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_k: keep the k likeliest tokens; 0 and -1 keep all, and -1 becomes 0.
         top_p: keep the smallest set of likeliest tokens whose mass reaches top_p, in (0, 1].
         min_p: drop tokens below min_p times the likeliest one's probability, in [0, 1].
         repetition_penalty: above 1 discourages tokens of prompt and output (Keskar et al. 2019); 1
@@ -89,6 +112,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        if self.top_k == -1 and is_whole(self.top_k):
+            object.__setattr__(self, "top_k", 0)
         self._check_types()
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -136,7 +161,7 @@ class SamplingParams:
         if self.k is not None:
             check_draft_length(self.k)
         if self.seed is not None:
-            _check_whole("seed", self.seed, 0, "and below 2**63")
+            _check_whole("seed", self.seed, 0, "None gives a random one")
         if not is_whole(self.priority) or abs(self.priority) > _MAX_PRIORITY:
             raise InvalidParam(
                 "priority",
@@ -161,7 +186,7 @@ class SamplingParams:
             message = f"constraint is {self.constraint!r}; use for example Constraint.json_schema({{...}})"
             raise InvalidParam("constraint", message)
         if -math.inf in self.logit_bias.values():
-            message = "logit_bias forbids tokens that the constraint may need; use -99 in place of -inf"
+            message = "logit_bias forbids tokens that the constraint may need; use a bias of -99 for them"
             raise InvalidParam("logit_bias", message)
         if self.min_tokens and self.stop_token_ids:
             message = "min_tokens forbids stop_token_ids that the constraint may need; leave one of them out"
@@ -214,7 +239,9 @@ def _is_number(value: object, low: float, high: float) -> bool:
 
 
 def _check_whole(name: str, value: int, low: int, hint: str) -> None:
-    if not is_whole(value) or not low <= value < 2**63:
+    if is_whole(value) and value >= 2**63:
+        raise InvalidParam(_parameter(name), f"{name} is {value!r}; use a whole number below 2**63")
+    if not is_whole(value) or value < low:
         raise InvalidParam(_parameter(name), f"{name} is {value!r}; use a whole number of at least {low} ({hint})")
 
 

@@ -26,17 +26,17 @@ class Speculation(NamedTuple):
     k: int | None  # None: the planner chooses
 
 
-def read_speculative_config(text: str) -> Speculation:
-    """Return what a JSON object in the form of vLLM or SGLang asks for.
+def read_speculative_config(given: str | Mapping[str, Any]) -> Speculation:
+    """Return what a JSON object in the form of vLLM or SGLang, or its text, asks for.
 
     Raises:
         OutriderError: it is not a JSON object, or has an unknown key or value; the message names the known ones.
     """
     try:
-        fields = json.loads(text)
+        fields = json.loads(given) if isinstance(given, str) else given
     except json.JSONDecodeError as error:
         raise _mistake(f"is not JSON ({error})", 'write for example {"method": "ngram"}') from error
-    if not isinstance(fields, dict):
+    if not isinstance(fields, Mapping):
         raise _mistake("is not a JSON object", 'write for example {"method": "ngram"}')
     for name in fields:
         if name not in (*_KEYS, *_SGLANG):

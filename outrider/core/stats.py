@@ -18,6 +18,8 @@ class Stats:
 
     Counts by position are indexed by the depth i of a draft token, from 0. `offered[i]` passes had a draft token at
     depth i. In `reached[i]` of them all of its ancestors were accepted, and in `accepted[i]` it was accepted as well.
+
+    The seconds are measured for rounds only. They are 0 in the statistics of a single request, which shares its rounds.
     """
 
     rounds: int = 0
@@ -104,8 +106,14 @@ class Stats:
         return self.draft_seconds + self.target_seconds + self.host_seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the statistics as JSON values. Times are milliseconds, and experts a mean, per round."""
-        per_round = 1e3 / self.rounds if self.rounds else 0.0
+        """Return the statistics as JSON values. Times are milliseconds, and experts a mean, per round.
+
+        Times that were not measured are None.
+        """
+
+        def milliseconds(seconds: float) -> float | None:
+            return 1e3 * seconds / self.rounds if self.rounds and self.seconds else None
+
         return {
             "rounds": self.rounds,
             "passes": self.passes,
@@ -115,9 +123,9 @@ class Stats:
             "accepted_tokens": sum(self.accepted),
             "tau": self.tau,
             "acceptance_by_position": list(self.acceptance),
-            "draft_ms": self.draft_seconds * per_round,
-            "target_ms": self.target_seconds * per_round,
-            "host_ms": self.host_seconds * per_round,
+            "draft_ms": milliseconds(self.draft_seconds),
+            "target_ms": milliseconds(self.target_seconds),
+            "host_ms": milliseconds(self.host_seconds),
             "experts": self.experts / self.rounds if self.rounds else 0.0,
             "exact": self.exact,
             "bound": self.bound and self.bound.as_dict(),

@@ -47,6 +47,7 @@ from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.torch.checkpoint import Checkpoint, Precision, WeightFormat
 from outrider.models.triton.fastest import fastest_sampling, fastest_verifier
+from outrider.runtime.forks import check_fork
 from outrider.runtime.progress import stage
 from outrider.runtime.ranks import current, join
 from outrider.verify.rules import Verifier
@@ -137,6 +138,7 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
     Raises:
         OutriderError: a model cannot be loaded, or the parts do not fit together; the message names the fix.
     """
+    check_fork()
     if planner is not None and not _is_planner(planner):
         raise OutriderError(f"planner is {planner!r}; use an object with the methods plan and trim, or None and a k")
     if join(config.tp, config.device) is not None:

@@ -20,9 +20,11 @@ from outrider.engine.constraints import ConstrainedDraft, apply_constraints
 from outrider.engine.logprobs import add_logprobs
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.stopwatch import RoundSeconds, RoundTimer, RoundTimes, Stopwatch, find_stopwatch
+from outrider.engine.turns import Turns
 from outrider.engine.verification import Verification
 from outrider.errors import NotEnoughMemory, OutriderError
 from outrider.models.cache.memory import out_of_memory
+from outrider.runtime.forks import check_fork
 from outrider.runtime.ranks import Ranks
 from outrider.verify.rules import Verifier
 from outrider.verify.sampling import TORCH, SamplingKernels
@@ -42,7 +44,10 @@ class Followers(Protocol):
 
 
 class Engine:
-    """Runs rounds of propose, score, verify and commit for the requests of a scheduler."""
+    """Runs rounds of propose, score, verify and commit for the requests of a scheduler.
+
+    Threads may share it: `add`, `abort` and `step` may be called at any time. For other methods, a thread takes a turn.
+    """
 
     def __init__(
         self,
@@ -71,6 +76,7 @@ class Engine:
         self._verification = Verification(verifier, vocab=target.vocab, device=target.device, kernels=sampling)
         self._planner = planner
         self._scheduler = scheduler
+        self.turns = Turns()  # of the threads that use this engine
         self._accounting = Accounting(
             alternatives=proposer.needs.alternatives, exact=verifier.exact, bound=verifier.bound
         )
@@ -96,14 +102,22 @@ class Engine:
 
     def add(self, request: Request, stream: TextStream | None = None) -> SequenceState:
         """Queue a request and return its state, which later calls of `step` update."""
-        seq = self._scheduler.add(request, stream)
-        if self.followers:
-            self.followers.add(request)
+        check_fork()
+        seq = self._scheduler.prepare(request, stream)
+        self.turns.call(lambda: self._queue(seq))
         return seq
 
-    @torch.inference_mode()
+    def _queue(self, seq: SequenceState) -> None:
+        self._scheduler.queue(seq)
+        if self.followers:
+            self.followers.add(seq.request)
+
     def abort(self, id: int) -> None:
-        """Remove a waiting or running request."""
+        """Remove a waiting or running request: now, or after the round that another thread runs."""
+        self.turns.call(lambda: self._abort(id))
+
+    @torch.inference_mode()
+    def _abort(self, id: int) -> None:
         if self.followers:
             self.followers.abort(id)
         if seq := self._scheduler.abort(id):
@@ -119,7 +133,7 @@ class Engine:
 
     def busy(self) -> bool:
         """Return whether a request runs or waits."""
-        return self._scheduler.busy()
+        return self.turns.called or self._scheduler.busy()
 
     @property
     def weight_version(self) -> int:
@@ -165,7 +179,7 @@ class Engine:
         self._blocked = reason
 
     def step(self) -> tuple[SequenceState, ...]:
-        """Run one round.
+        """Run one round, after that of another thread.
 
         Returns:
             The sequences that took part. Those that are done have a `finish_reason`.
@@ -173,6 +187,13 @@ class Engine:
         Raises:
             NotEnoughMemory: the device ran out of memory. The message says what to change.
         """
+        self.turns.take()
+        try:
+            return self._step()
+        finally:
+            self.turns.give()
+
+    def _step(self) -> tuple[SequenceState, ...]:
         if self._blocked:
             raise OutriderError(self._blocked)
         if self.followers:

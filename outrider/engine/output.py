@@ -53,26 +53,28 @@ def chunks_of(engine: Engine, seq: SequenceState) -> Iterator[Chunk]:
     num_chars = 0  # characters of the chunks so far
     num_tokens = 0  # output tokens of the chunks so far
     finished = False
+
+    def pending() -> bool:
+        return seq.num_output_tokens == num_tokens and not seq.finish_reason
+
     try:
         while not finished:
-            # `drive` does not fit: another loop may have run rounds, so a chunk may be due before
-            # the next one.
-            if seq.num_output_tokens == num_tokens and not seq.finish_reason:
-                engine.step()
-                continue
-            finished = seq.finish_reason is not None
-            completion = completion_of(seq, engine.stats) if finished else None
-            assert seq.stream is not None
-            text = completion.text if completion else seq.stream.text[: seq.stream.safe_length()]
-            tokens = tuple(seq.token_ids[len(seq.request.prompt_token_ids) + num_tokens :])
-            yield Chunk(
-                text=text[num_chars:],
-                token_ids=tokens,
-                from_draft=tuple(seq.from_draft[num_tokens:]),
-                completion=completion,
-            )
+            engine.turns.take(pending)
+            try:
+                while pending():  # another loop may have run rounds, so a chunk may be due before the next one
+                    engine.step()
+                finished = seq.finish_reason is not None
+                completion = completion_of(seq, engine.stats) if finished else None
+                assert seq.stream is not None
+                text = completion.text if completion else seq.stream.text[: seq.stream.safe_length()]
+                tokens = tuple(seq.token_ids[len(seq.request.prompt_token_ids) + num_tokens :])
+                from_draft = tuple(seq.from_draft[num_tokens:])
+            finally:
+                engine.turns.give()
+            chunk = Chunk(text=text[num_chars:], token_ids=tokens, from_draft=from_draft, completion=completion)
             num_chars = max(num_chars, len(text))
             num_tokens += len(tokens)
+            yield chunk
     finally:
         if not finished:
             engine.abort(seq.request.id)

@@ -2,6 +2,7 @@
 
 import heapq
 from bisect import insort
+from itertools import count
 from operator import attrgetter
 
 from outrider.core.cache import Cache
@@ -12,7 +13,7 @@ from outrider.errors import OutriderError
 
 _AGING_ROUNDS = 64  # rounds of waiting that equal one step of priority
 _RESERVED_TOKENS = 64  # free tokens that every running sequence must have when another one is admitted
-_NOT_FINITE = "the target's logits were not finite (NaN or infinite)"
+_NOT_FINITE = "the target's logits were not finite (NaN or infinite); try another dtype"
 
 
 class Scheduler:
@@ -44,7 +45,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], SequenceState]] = []  # a heap
         self._running: list[SequenceState] = []  # ordered by rank
         self._rounds = 0
-        self._arrivals = 0
+        self._arrivals = count()
 
     @property
     def free_slot(self) -> int:
@@ -52,7 +53,13 @@ class Scheduler:
         return self._free[0]
 
     def add(self, request: Request, stream: TextStream | None = None) -> SequenceState:
-        """Queue a request and return its state. `stream` decodes its text and finds stop strings.
+        """Queue a request and return its state. The arguments and errors are those of `prepare`."""
+        seq = self.prepare(request, stream)
+        self.queue(seq)
+        return seq
+
+    def prepare(self, request: Request, stream: TextStream | None = None) -> SequenceState:
+        """Return the state of a request for `queue`. `stream` decodes its text and finds stop strings.
 
         Raises:
             OutriderError: the prompt fills the context.
@@ -62,9 +69,8 @@ class Scheduler:
                 f"the prompt has {len(request.prompt_token_ids)} tokens and the context holds"
                 f" {self._context}; shorten the prompt"
             )
-        self._arrivals += 1
-        rank = _AGING_ROUNDS * request.params.priority + self._rounds, self._arrivals
-        seq = SequenceState(
+        rank = _AGING_ROUNDS * request.params.priority + self._rounds, next(self._arrivals)
+        return SequenceState(
             request=request,
             slot=-1,
             token_ids=list(request.prompt_token_ids),
@@ -72,8 +78,10 @@ class Scheduler:
             max_length=min(len(request.prompt_token_ids) + request.max_tokens, self._context),
             rank=rank,
         )
-        self._requeue(seq)
-        return seq
+
+    def queue(self, seq: SequenceState) -> None:
+        """Make a sequence wait for a slot."""
+        heapq.heappush(self._waiting, (seq.rank, seq))
 
     def busy(self) -> bool:
         """Return whether a request runs or waits."""
@@ -200,7 +208,7 @@ class Scheduler:
         seq.slot = -1
         seq.num_cached_tokens = 0
         heapq.heappush(self._free, slot)
-        self._requeue(seq)
+        self.queue(seq)
         return slot
 
     def _start_grammar(self, seq: SequenceState) -> bool:
@@ -212,9 +220,6 @@ class Scheduler:
                 seq.finish_reason = FinishReason.ERROR
                 seq.error = str(error)
         return seq.finish_reason is None
-
-    def _requeue(self, seq: SequenceState) -> None:
-        heapq.heappush(self._waiting, (seq.rank, seq))
 
     def _unfed_tokens(self) -> int:
         """Return the number of prompt tokens that running sequences have not fed yet."""

@@ -5,10 +5,11 @@ Training frameworks call this a weight update, a refit or a weight sync. The tar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -35,8 +36,22 @@ if TYPE_CHECKING:
 NewWeights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | Path
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _between_rounds(method: _Method) -> _Method:
+    """Let no thread run a round during the method."""
+
+    @wraps(method)
+    def alone(self: EngineWeights, *args: Any, **options: Any) -> Any:
+        with self._parts.engine.turns:
+            return method(self, *args, **options)
+
+    return cast(_Method, alone)
+
+
 class EngineWeights:
-    """The weights of an engine's target and draft. No call may run at the same time as a round."""
+    """The weights of an engine's target and draft. A call waits for the round that another thread runs."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
@@ -54,6 +69,7 @@ class EngineWeights:
         """The version of the draft's weights; 0: as loaded. Drafts made of the target's weights follow the target."""
         return self._draft_version
 
+    @_between_rounds
     def update(self, weights: NewWeights, version: int | None = None) -> int:
         """Load new values for some or all weights of the target, between two rounds.
 
@@ -91,6 +107,7 @@ class EngineWeights:
                 proposer.target_updated(new_version)
         return new_version
 
+    @_between_rounds
     def update_draft(self, weights: NewWeights, version: int | None = None) -> int:
         """Load new values for some or all weights of the draft model or draft head, between two rounds.
 
@@ -109,6 +126,7 @@ class EngineWeights:
         self._parts.engine.suspend()  # the draft's KV cache is stale; the target's cached prefixes are kept
         return new_version
 
+    @_between_rounds
     def sleep(self, level: int = 1) -> None:
         """Free memory for another program, such as a trainer on the same device. `wake` allocates it again.
 
@@ -134,6 +152,7 @@ class EngineWeights:
         self._asleep = True
         self._parts.engine.block("the engine sleeps and has no memory to run; call wake first")
 
+    @_between_rounds
     def wake(self) -> None:
         """Allocate the memory that `sleep` has freed. Raises OutriderError if the engine does not sleep."""
         if not self._asleep:
@@ -144,6 +163,7 @@ class EngineWeights:
         missing = "sleep(2) has freed the weights of the target; load all with update_weights"
         self._parts.engine.block(missing if self._missing else "")
 
+    @_between_rounds
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes of the target. Unfinished requests prefill again."""
         self._parts.engine.suspend()

@@ -54,6 +54,8 @@ def make_app(
 ) -> FastAPI:
     """Return the application. It starts `async_llm` and `videos` at startup and stops them at shutdown.
 
+    Its `state.end_requests()` answers all open requests with an error at once.
+
     Args:
         async_llm: the engine with its thread.
         settings: the options of `outrider serve`.
@@ -75,6 +77,7 @@ def make_app(
     if settings.vllm_metrics:
         async_llm.latency.registry.register(VLLMMetrics(async_llm, name))
     completer = Completer(async_llm, settings.request_timeout)
+    app.state.end_requests = completer.end
     handler = RequestHandler(async_llm, completer, settings, name=name)
     add_pages(app)
     _add_routes(app, handler, async_llm, name, videos)
@@ -93,7 +96,7 @@ def make_app(
     add_missing_routes(app)
     add_handlers(app)
     async_llm.tracer = tracer
-    add_middleware(app, settings, all_keys(settings), tracer)
+    add_middleware(app, settings, all_keys(settings), tracer, stops=lambda: async_llm.stopping)
     return app
 
 

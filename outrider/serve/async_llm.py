@@ -19,7 +19,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.requests import RequestMaker
 from outrider.llm import LLM
 from outrider.runtime.ranks import is_network_error
-from outrider.serve.errors import QueueFull
+from outrider.serve.errors import STOPPED, QueueFull, ServerStops
 from outrider.serve.monitoring.drift import Drift
 from outrider.serve.monitoring.latency import LatencyMetrics
 from outrider.serve.monitoring.tracing import Tracer
@@ -62,6 +62,7 @@ class AsyncLLM:
         self._wakeup: Wakeup | None = None  # wakes the event loop of the clients
         self._num_accepted = 0  # requests; changed only by the event loop
         self._num_finished = 0  # requests; changed only by the engine thread
+        self._refuses = False
         self._stopping = False
         self._paused = False  # changed only by the event loop
         self._holds = False  # whether new requests wait outside of the engine; changed only by the event loop
@@ -101,7 +102,7 @@ class AsyncLLM:
     @property
     def stopping(self) -> bool:
         """Whether the server accepts no more requests."""
-        return self._stopping or self._thread_ended
+        return self._refuses or self._thread_ended
 
     @property
     def degraded(self) -> tuple[str, ...]:
@@ -132,9 +133,13 @@ class AsyncLLM:
             self._llm.engine.on_times = self.tracer.round
         self._thread.start()
 
+    def refuse_requests(self) -> None:
+        """Accept no more requests, because the server stops. Open requests are not affected."""
+        self._refuses = True
+
     def stop(self) -> None:
         """Stop the engine thread, end all requests, and write the plan file, if there is one."""
-        self._stopping = True
+        self._refuses = self._stopping = True
         if self._thread.is_alive():
             self._thread.join()
         self._llm.try_save_plan()
@@ -152,11 +157,12 @@ class AsyncLLM:
         completions.
 
         Raises:
-            QueueFull: the queue is full, or the server stops.
+            QueueFull: the queue is full.
+            ServerStops: the server stops, or the engine thread has ended.
             InvalidParam: the prompt or a parameter does not fit the model.
         """
-        if self._stopping:
-            raise QueueFull("the server is stopping; send the request to another server")
+        if self._refuses:
+            raise ServerStops(STOPPED)
         num_open = self._num_accepted - self._num_finished
         if num_open + params.n > self._max_requests:
             raise QueueFull(
@@ -179,7 +185,7 @@ class AsyncLLM:
         self._num_accepted += len(streams)
         self._commands.put(lambda: self._add(streams))
         if self._thread_ended:  # perhaps before it has run the command
-            raise QueueFull("the engine thread has ended; send the request to another server")
+            raise ServerStops("the engine thread has ended; send the request to another server")
         return streams
 
     def cancel(self, streams: Sequence[RequestStream]) -> None:
@@ -190,7 +196,7 @@ class AsyncLLM:
         """Run a function in the engine thread, between two rounds, and return its result.
 
         Raises:
-            QueueFull: the engine thread has ended.
+            ServerStops: the engine thread has ended.
             Exception: what the function raises.
         """
         future: Future[T] = Future()
@@ -203,7 +209,7 @@ class AsyncLLM:
 
         self._commands.put(command)
         if self._thread_ended:
-            raise QueueFull("the engine thread has ended; restart the server")
+            raise ServerStops("the engine thread has ended; restart the server")
         return await asyncio.shield(asyncio.wrap_future(future))  # the function also runs if its caller is canceled
 
     @property
@@ -262,7 +268,7 @@ class AsyncLLM:
         self._wake(streams)
 
     def _run(self) -> None:
-        reason = "the server was stopped before this request was finished; send it again"
+        reason = STOPPED
         try:
             while not self._stopping:
                 self._run_round()
@@ -333,6 +339,7 @@ class AsyncLLM:
             stream = self._streams.get(seq.request.id)
             if stream and (seq.num_output_tokens > stream.num_tokens or seq.finish_reason):
                 first_or_last = bool(seq.finish_reason) or not stream.num_tokens
+                stream.seq = seq
                 stream.num_tokens = seq.num_output_tokens
                 self.latency.record(seq.request.id, now, seq.num_output_tokens)
                 if stream.content >= StreamContent.ROUNDS:

@@ -57,6 +57,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, ranks: Ranks | None = 
         from outrider.serve.loading import LoadingServer
         from outrider.serve.monitoring.request_log import configure_logging
         from outrider.serve.monitoring.tracing import make_tracer
+        from outrider.serve.server import Server
     _check_files(settings)
     tracer = make_tracer() if settings.otel else None
     configure_logging(settings.log_format)
@@ -77,7 +78,8 @@ def serve(load: Callable[[], LLM], settings: Settings, *, ranks: Ranks | None = 
             gc.freeze()  # keep the garbage collector from scanning the loaded models
             app = make_app(async_llm, settings, name=name, videos=videos, tracer=tracer)
             options = _http_options(settings)
-            server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=settings.shutdown_timeout, **options))
+            config = uvicorn.Config(app, **options)
+            server = Server(config, app.state.end_requests, timeout=settings.shutdown_timeout)
         typer.echo(_cache_summary(llm), err=True)
         if seconds:
             typer.echo(f"compiled the layers and recorded passes as CUDA graphs in {seconds:.1f} s", err=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -14,8 +14,9 @@ from outrider.core.types import Completion, SpeechOutput
 from outrider.engine.codec import EncodedPrompt
 from outrider.errors import OutriderError
 from outrider.serve.anthropic.errors import in_api_of
+from outrider.serve.errors import STOPPED
 from outrider.serve.monitoring.request_log import Entry, entry_of
-from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
+from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response, retry_response
 from outrider.serve.stream.request_stream import RequestStream, StreamChunk, StreamContent
 from outrider.serve.stream.smoothing import smooth_chunks
 
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
 _CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs for a closed connection; the client does not receive it
 
 
+class _Limit(NamedTuple):
+    """What has ended a request before its completions."""
+
+    finish_reason: str  # in the request log
+    message: str
+    kind: str  # type of the error
+    status: int
+
+
 class Completer:
     """Completes requests. It cancels them after a timeout, or if the client disconnects."""
 
@@ -32,6 +42,17 @@ class Completer:
         """`timeout` is the longest time of a request in seconds; 0: there is no limit."""
         self._async_llm = async_llm
         self._timeout = timeout
+        self._deadlines: set[asyncio.Timeout] = set()  # of the requests that are being answered
+        self._ended = False
+
+    def end(self) -> None:
+        """Answer all open requests with an error at once, and accept no more, because the server stops."""
+        self._ended = True
+        self._async_llm.refuse_requests()
+        now = asyncio.get_running_loop().time()
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(now)
 
     def submit(
         self,
@@ -70,17 +91,21 @@ class Completer:
         finished = asyncio.create_task(last_chunks)
         tasks: list[asyncio.Task[Any]] = [finished, disconnected]
         log_entry.finish_reason = "canceled"  # replaced below, unless the client disconnects
+        deadline = self._deadline()
         try:
-            async with asyncio.timeout(self._timeout or None):
+            async with deadline:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not finished.done():
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
             chunks = finished.result()
         except TimeoutError:
-            log_entry.finish_reason = "timeout"
-            return _error(request, self._timeout_message(), kind="timeout_error", status=504)
+            limit = self._limit()
+            log_entry.finish_reason = limit.finish_reason
+            return _error(request, limit.message, kind=limit.kind, status=limit.status)
         finally:
+            self._deadlines.discard(deadline)
             log_entry.output_tokens = sum(stream.num_tokens for stream in streams)
+            log_entry.finish_early([stream.stats() for stream in streams])  # `finish` replaces it
             disconnected.cancel()
             finished.cancel()
             self._async_llm.cancel(streams)
@@ -110,8 +135,9 @@ class Completer:
         log_entry.finish_reason = "canceled"  # replaced below, unless the client disconnects
         completions: dict[int, Completion] = {}  # by index of the stream
         chunk_builders = [ChunkBuilder(builder, index, stream.request) for index, stream in enumerate(streams)]
+        deadline = self._deadline()
         try:
-            async with asyncio.timeout(self._timeout or None):
+            async with deadline:
                 async for index, chunks in _merge_streams(streams):
                     log_entry.add_tokens(sum(len(chunk.tokens) for chunk in chunks))
                     events = "".join(map(chunk_builders[index].events, chunks))
@@ -123,18 +149,33 @@ class Completer:
                     if last.completion:
                         completions[index] = last.completion
                     if len(completions) == len(streams):
-                        log_entry.finish([completions[i] for i in sorted(completions)])
-                        events += builder.stream_end(log_entry.completions)
+                        ordered = [completions[i] for i in sorted(completions)]
+                        log_entry.finish(ordered)
+                        events += builder.stream_end(ordered)
                     yield events  # all events of a round together, so that they take one system call
         except TimeoutError:
-            log_entry.finish_reason = "timeout"
-            yield builder.error(self._timeout_message(), kind="timeout_error")
+            limit = self._limit()
+            log_entry.finish_reason = limit.finish_reason
+            yield builder.error(limit.message, kind=limit.kind)
         finally:
+            if len(completions) < len(streams):
+                log_entry.finish_early([stream.stats() for stream in streams])
+            self._deadlines.discard(deadline)
             disconnected.cancel()
             self._async_llm.cancel(streams)
 
-    def _timeout_message(self) -> str:
-        return f"the request took longer than {self._timeout:g} seconds; ask for fewer tokens"
+    def _deadline(self) -> asyncio.Timeout:
+        """Return the timeout of a request, which `end` moves to the present."""
+        deadline = asyncio.timeout(0.0 if self._ended else self._timeout or None)
+        self._deadlines.add(deadline)
+        return deadline
+
+    def _limit(self) -> _Limit:
+        """Return what has ended a request whose deadline has passed."""
+        if self._ended:
+            return _Limit("shutdown", STOPPED, kind="server_error", status=503)
+        message = f"the request took longer than {self._timeout:g} seconds; ask for fewer tokens"
+        return _Limit("timeout", message, kind="timeout_error", status=504)
 
     async def _cancel_on_disconnect(self, request: Request, streams: Sequence[RequestStream]) -> None:
         """Wait until the client disconnects, and cancel its requests."""
@@ -190,4 +231,6 @@ async def _merge_streams(streams: Sequence[RequestStream]) -> AsyncIterator[tupl
 
 def _error(request: Request, message: str, *, kind: str, status: int) -> Response:
     """Return an error response in the API of a request."""
+    if status == 503:
+        return in_api_of(request.url.path, retry_response(message))
     return in_api_of(request.url.path, JSONResponse(error_response(message, kind=kind), status))

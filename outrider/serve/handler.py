@@ -73,7 +73,7 @@ class RequestHandler:
         Raises:
             UnknownModel: the request names another model.
             InvalidParam: a field of the request is invalid.
-            QueueFull: the server cannot accept the request now.
+            QueueFull: the server cannot accept the request now, or stops.
         """
         self.check_model(body.model)
         entry = entry_of(request.scope)

@@ -1,6 +1,7 @@
 """ASGI middleware that checks API keys and the size of request bodies."""
 
-from collections.abc import Sequence
+from asyncio import CancelledError
+from collections.abc import Callable, Sequence
 from math import ceil
 
 from fastapi import FastAPI
@@ -10,9 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.serve.anthropic.errors import in_api_of
 from outrider.serve.api_keys import ApiKey, find_key
+from outrider.serve.errors import STOPPED
 from outrider.serve.monitoring.request_log import RequestLog, entry_of
 from outrider.serve.monitoring.tracing import TraceMiddleware, Tracer
-from outrider.serve.openai.responses import error_response
+from outrider.serve.openai.responses import error_response, retry_response
 from outrider.serve.pages import PAGE_PATHS
 from outrider.serve.settings import Settings
 
@@ -63,6 +65,34 @@ class ApiKeyMiddleware:
                 quota.charge(entry.prompt_tokens + entry.output_tokens)
 
 
+class ShutdownMiddleware:
+    """Answers requests that uvicorn cancels because they have not ended in time when the server stops."""
+
+    def __init__(self, app: ASGIApp, stops: Callable[[], bool]) -> None:
+        """`stops` returns whether the server stops."""
+        self._app = app
+        self._stops = stops
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except CancelledError:
+            if not self._stops():
+                raise
+            if not started:  # the task ends here in either case, and uvicorn would log a traceback
+                await in_api_of(scope["path"], retry_response(STOPPED))(scope, receive, send)
+
+
 class BodyLimitMiddleware:
     """Rejects bodies larger than a limit, with or without a Content-Length."""
 
@@ -108,7 +138,13 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return receive_body_first
 
 
-def add_middleware(app: FastAPI, settings: Settings, keys: Sequence[ApiKey], tracer: Tracer | None = None) -> None:
+def add_middleware(
+    app: FastAPI,
+    settings: Settings,
+    keys: Sequence[ApiKey],
+    tracer: Tracer | None = None,
+    stops: Callable[[], bool] = lambda: False,
+) -> None:
     """Add the middleware that every server has. Middleware that is added later runs earlier."""
     app.add_middleware(BodyLimitMiddleware, max_bytes=1024 * settings.max_body_kb)
     if tracer:
@@ -123,4 +159,5 @@ def add_middleware(app: FastAPI, settings: Settings, keys: Sequence[ApiKey], tra
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after", "x-outrider-unused-fields"],
         )
+    app.add_middleware(ShutdownMiddleware, stops=stops)
     app.add_middleware(RequestLog)

@@ -339,9 +339,16 @@ def test_document_is_printed_even_if_the_report_fails():
         assert json.loads(out.getvalue().splitlines()[-1]) == {"a": 1}
 
 
-def test_exit_code_of_a_failed_completion(monkeypatch):
-    monkeypatch.setattr("outrider.cli.output.Output.sum_up", lambda *_: False)
-    assert invoke("run", "--max-tokens", "2", CODE).exit_code == 1
+def test_a_failed_completion_prints_its_error_alone(monkeypatch):
+    error = "the grammar is too complex at this position; simplify it"
+
+    def fail_at_a_node(*_):
+        raise OutriderError(error)
+
+    monkeypatch.setattr("outrider.engine.constraints._GrammarWalk._visit", fail_at_a_node)
+    result = invoke("run", "--target", "@nano", "--regex", "[a-z]*", "--max-tokens", "9", CODE)
+    assert result.exit_code == 1
+    assert f"error: {error}\n" in result.stderr
 
 
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])

@@ -53,7 +53,7 @@ def invoke(words):
             " (1 samples the model's distribution)",
         ),
         (["run", "x", "--top-p", "0"], "top_p is 0.0; use a number above 0 and up to 1 (1 keeps every token)"),
-        (["run", "x", "--seed", "-3"], "seed is -3; use a whole number of at least 0 (and below 2**63)"),
+        (["run", "x", "--seed", "-3"], "seed is -3; use a whole number of at least 0 (None gives a random one)"),
         (["run", "--k", "lots"], "--k is 'lots', and not a number of draft tokens; use for example 4, or auto"),
     ],
 )

@@ -482,6 +482,23 @@ def test_errors_of_invalid_or_too_large_constraints(grammars, case):
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize(
+    ("constraint", "fix"),
+    [
+        (Constraint.json_schema({"if": {}, "then": {}}), 'it has "if", "then", which is not supported here; leave'),
+        (Constraint.json_schema({"type": "objekt"}), '"type" is "objekt"; use object, array, string'),
+        (Constraint.json_schema({"type": "string", "format": "x"}), 'the format "x" is unknown; leave it out'),
+        (Constraint.json_schema({"type": "string", "pattern": "[a"}), "unclosed character class; correct the regular"),
+        (Constraint.regex("[0-9]{3"), "unclosed counted repetition; correct the regular expression"),
+    ],
+)
+def test_errors_of_constraints_name_the_fix(grammars, constraint, fix):
+    with pytest.raises(OutriderError, match="constraint cannot be used: ") as caught:
+        grammars.compile(constraint)
+    assert fix in str(caught.value)
+    assert "start:" not in str(caught.value)  # the grammar that is made of the constraint
+
+
 def test_errors_of_parameters_that_conflict_with_a_constraint():
     constraint = Constraint.choice(["a"])
     for fields in ({"logit_bias": {5: float("-inf")}}, {"min_tokens": 1, "stop_token_ids": (4,)}, {"constraint": "a"}):

@@ -4,13 +4,14 @@ import math
 
 import pytest
 
+from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 
 NAN, INF = math.nan, math.inf
 INVALID = {
     "temperature": [-0.1, NAN, INF, "hot", None, True, False, 1e-50, 1e-40, 1e-38, 9e-7, 10001, 1e300, 10**400],
-    "top_k": [-1, 1.5, None, True, 2**63],
+    "top_k": [-2, -1.0, 1.5, None, True, 2**63],
     "top_p": [0, 0.0, -0.1, 1.1, NAN, "all", None],
     "min_p": [-0.1, 1.1, NAN, None],
     "repetition_penalty": [0, -1.0, NAN, INF, None, 1e-40, 9e-7, 10001, 1e300, 10**400],
@@ -51,6 +52,29 @@ def test_limits_are_valid():
     SamplingParams(logit_bias={0: -INF, 1: -100, 2: 100.0}, logprobs=0, seed=2**63 - 1, max_tokens=None, min_tokens=500)
     SamplingParams(max_tokens=4, min_tokens=4, k=256, top_p=1e-9, repetition_penalty=1e-6, temperature=1e-6)
     SamplingParams(repetition_penalty=1e4, temperature=1e4)
+
+
+def test_minus_one_keeps_all_tokens():
+    assert SamplingParams(top_k=-1) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("structured_outputs", "use constraint$"),
+        ("max_token", r"did you mean max_tokens\?"),
+        ("model", "use temperature, .* or priority"),
+    ],
+)
+def test_an_unknown_parameter_is_an_error_that_names_ours(name, fix):
+    with pytest.raises(OutriderError, match=f"^{name} is not a sampling parameter; {fix}"):
+        SamplingParams(**{name: 1})
+
+
+def test_an_unknown_option_of_an_engine_is_an_error_that_names_ours():
+    for name, fix in (("model", "use target$"), ("tensor_parallel_size", "use tp$"), ("verifer", "did you mean ver")):
+        with pytest.raises(OutriderError, match=f"^{name} is not an option of an engine; {fix}"):
+            EngineConfig.from_options(**{name: "a"})
 
 
 def test_error_states_the_range():

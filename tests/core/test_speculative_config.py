@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
+from outrider.cli.config_file import merge_config
 from outrider.core import packages
 from outrider.core.config import EngineConfig
 from outrider.core.speculative_config import read_speculative_config
@@ -36,8 +37,16 @@ READ = [
 @pytest.mark.parametrize(("fields", "expected"), READ)
 def test_a_configuration_is_a_proposer_and_k(fields, expected):
     assert read_speculative_config(json.dumps(fields)) == expected
-    config = EngineConfig(speculative_config=json.dumps(fields))
-    assert (config.proposer, config.k) == (expected[0], expected[1] or "auto")
+    for given in (fields, json.dumps(fields)):
+        config = EngineConfig(speculative_config=given)
+        assert (config.proposer, config.k) == (expected[0], expected[1] or "auto")
+
+
+def test_a_file_of_settings_may_hold_the_object(tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"target": "@nano", "speculative_config": READ[0][0]}))
+    settings = merge_config({}, str(file), given=())
+    assert EngineConfig(**settings).proposer == READ[0][1][0]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +54,8 @@ def test_a_configuration_is_a_proposer_and_k(fields, expected):
     [
         ("{", "is not JSON"),
         ("[]", "is not a JSON object"),
+        ([], "is not a JSON object"),
+        ({"method": "guess"}, "'guess'; use ngram, suffix"),
         ('{"disable_by_batch_size": 4}', "'disable_by_batch_size'; use method, model"),
         ('{"method": "guess"}', "'guess'; use ngram, suffix"),
         ('{"method": "eagle"}', "no model"),

@@ -93,7 +93,13 @@ def test_empty_stats_do_not_divide_by_zero():
     assert stats.tau == 0
     assert stats.acceptance == ()
     assert stats.seconds == 0
-    assert stats.as_dict()["target_ms"] == 0
+    assert stats.as_dict()["target_ms"] is None
+
+
+def test_times_that_were_not_measured_are_none():
+    report = Stats.of_passes([(2, 1, 2)]).as_dict()
+    assert [report[name] for name in ("draft_ms", "target_ms", "host_ms")] == [None] * 3
+    assert Stats(rounds=2, target_seconds=0.01).as_dict()["draft_ms"] == 0
 
 
 def test_times_of_as_dict_are_per_round():

@@ -87,7 +87,7 @@ def test_logits_that_are_never_finite_end_the_sequence():
 
     (seq,) = run(make_engine(BrokenTarget(), NoProposer), PROMPTS[:1], GREEDY, limit=12)
     assert seq.finish_reason is FinishReason.ERROR
-    assert "not finite" in seq.error
+    assert seq.error == "the target's logits were not finite (NaN or infinite); try another dtype"
 
 
 def test_out_of_memory_names_the_fix_and_ends_the_sequences(monkeypatch):

@@ -13,11 +13,13 @@ from outrider.llm import LLM
 from outrider.models.loader.embedded import embedded
 from outrider.serve.app import make_app
 from outrider.serve.async_llm import AsyncLLM
+from outrider.serve.server import Server
 from outrider.serve.settings import Settings
 from tests.helpers.configured import with_engine
 
 PROMPT = "def add(a, b):"
 OPTIONS = {"target": embedded("nano"), "proposer": "ngram", "dtype": "float32", "max_model_len": 256, "k": 4}
+SERVER_OPTIONS = {"max_num_seqs": 4, "max_queued_requests": 8, "shutdown_timeout": 2}
 
 
 @contextmanager
@@ -26,12 +28,13 @@ def serving(options=None, *, llm=None, videos=None, **settings):
 
     `llm` replaces the one that is made of `options`. `videos` is a `VideoService` for it.
     """
-    server_settings = with_engine(Settings, port=0, **{"max_num_seqs": 4, "max_queued_requests": 8, **settings})
+    server_settings = with_engine(Settings, port=0, **SERVER_OPTIONS | settings)
     max_num_seqs = server_settings.engine.max_num_seqs
     llm = llm or LLM(**{**OPTIONS, **(options or {})}, max_num_seqs=max_num_seqs)
     async_llm = AsyncLLM(llm, max_queued_requests=server_settings.max_queued_requests, max_num_seqs=max_num_seqs)
     app = make_app(async_llm, server_settings, name="nano", videos=videos)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
+    config = uvicorn.Config(app, port=0, log_level="warning")
+    server = Server(config, app.state.end_requests, timeout=server_settings.shutdown_timeout)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

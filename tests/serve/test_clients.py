@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import threading
 from http.client import HTTPConnection
 
@@ -30,7 +31,8 @@ def test_disconnect_cancels_request(server):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_disconnect_cancels_request_after_current_round(switching_server, monkeypatch, stream):
+def test_disconnect_cancels_request_after_current_round(switching_server, monkeypatch, caplog, stream):
+    caplog.set_level(logging.INFO, "outrider.serve.requests")
     url, async_llm = switching_server
     wait_until_idle(async_llm)
     allowed_rounds = threading.Semaphore(3)
@@ -45,7 +47,10 @@ def test_disconnect_cancels_request_after_current_round(switching_server, monkey
     monkeypatch.setattr(async_llm.engine, "step", step_when_allowed)
     client = HTTPConnection(url.split("/")[2])
     body = json.dumps({**BODY, "max_tokens": 200, "stream": stream})
-    client.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    headers = {"content-type": "application/json", "x-request-id": f"closed {stream}"}
+    client.request("POST", "/v1/completions", body, headers)
+    if stream:
+        client.getresponse().readline()
     wait_until(lambda: len(started_rounds) == 4)
     client.close()
     # The event loop sends the command to cancel the request while the engine is in its fourth round.
@@ -53,6 +58,12 @@ def test_disconnect_cancels_request_after_current_round(switching_server, monkey
     allowed_rounds.release()
     wait_until_idle(async_llm)
     assert async_llm.stats.rounds - rounds_before == 4
+    wait_until(lambda: any(record.fields["id"] == headers["x-request-id"] for record in caplog.records))
+    (fields,) = (record.fields for record in caplog.records if record.fields["id"] == headers["x-request-id"])
+    assert fields["finish_reason"] == "canceled"
+    assert fields["prompt_tokens"] == len(async_llm.codec.encode(PROMPT))
+    assert fields["tau"] >= 1
+    assert fields["output_tokens"] >= 1
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -27,6 +27,8 @@ def test_echo_has_the_log_probabilities_of_the_prompt(server):
     assert entries["token_logprobs"][1 : len(tokens)] == pytest.approx(expected, abs=1e-3)
     best = [max(top.values()) for top in entries["top_logprobs"][1 : len(tokens)]]
     assert best == pytest.approx(logits.max(-1).values.tolist(), abs=1e-3)
+    own = [top[token] for top, token in zip(entries["top_logprobs"][1:], entries["tokens"][1:], strict=True)]
+    assert own == entries["token_logprobs"][1:]
     assert {len(values) for values in entries.values()} == {len(tokens) + 4}
     plain = complete(server, prompt=LONG).json()["choices"][0]["text"]
     assert choice["text"] == LONG + plain

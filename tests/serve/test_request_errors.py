@@ -119,6 +119,17 @@ HELPFUL = [  # body, field, message
     ({"prompt": "x", "k": True}, "k", "k: use a whole number, not a boolean"),
     ({"prompt": "x", "seed": 2**63}, "seed", "seed: use a number below 9223372036854775808"),
     (
+        CHAT | {"max_completion_tokens": 0},
+        "max_completion_tokens",
+        "max_completion_tokens is 0; use at least 1, or -1 for the rest of the context",
+    ),
+    (
+        CHAT | {"max_tokens": 10**30},
+        "max_tokens",
+        f"max_tokens is {10**30}; use a whole number below 2**63",
+    ),
+    (CHAT | {"logit_bias": {"5": -101}}, "logit_bias", "logit_bias.5: use a number from -100 (never) to 100"),
+    (
         {"messages": [{"role": "user"}]},
         "messages.0",
         "messages.0: the message has no content; give content or tool_calls",

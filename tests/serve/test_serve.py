@@ -122,7 +122,13 @@ def test_several_prompts_and_completions(client, reference_llm):
     for choice, completion in zip(reply.choices, expected, strict=True):
         logprobs = [entry.logprob for entry in completion.logprobs]
         assert choice.logprobs.token_logprobs == pytest.approx(logprobs, abs=1e-4)
-        assert all(len(top) <= 2 for top in choice.logprobs.top_logprobs)
+        tops = [
+            [*entry.top, (entry.token, entry.logprob)] for entry in completion.logprobs
+        ]  # 2 tokens, and the own one
+        assert [sorted(top.values()) for top in choice.logprobs.top_logprobs] == [
+            pytest.approx(sorted(dict(top).values()), abs=1e-4) for top in tops
+        ]
+    assert {len(top) for choice in reply.choices for top in choice.logprobs.top_logprobs} == {2, 3}
     streamed = {}
     for chunk in client.completions.create(
         model="nano", prompt=[PROMPT, "import os"], n=2, max_tokens=8, temperature=1, seed=1, stream=True

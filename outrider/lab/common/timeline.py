@@ -94,5 +94,5 @@ def run_jobs(llm: LLM, jobs: Sequence[Job]) -> Timeline:
 
 def _finished(seq: SequenceState) -> SequenceState:
     if seq.finish_reason is FinishReason.ERROR:
-        raise OutriderError(f"a prompt could not be completed: {seq.error}; try another dtype")
+        raise OutriderError(f"a prompt could not be completed: {seq.error}")
     return seq

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.core.stats import Stats
 from outrider.core.types import Completion
 from outrider.serve.pages import PARTS
 
@@ -31,10 +32,10 @@ class Entry:
     key_name: str = ""  # of the API key; "": the key has no name
     start: float = field(default_factory=perf_counter)
     first_token: float | None = None  # time
-    prompt_tokens: int = 0  # once per completion, known when all have ended
+    prompt_tokens: int = 0  # once per completion that has begun, known when the request ends
     output_tokens: int = 0  # of all completions
     finish_reason: str = ""  # of the completions, or how the request ended otherwise
-    completions: list[Completion] = field(default_factory=list)
+    stats: Sequence[Stats] = ()  # of the completions that have begun
     unused_fields: list[str] = field(default_factory=list)  # of the body, which had no effect
 
     def add_tokens(self, count: int) -> None:
@@ -44,10 +45,15 @@ class Entry:
         self.output_tokens += count
 
     def finish(self, completions: Sequence[Completion]) -> None:
-        self.completions = list(completions)
+        self.stats = [completion.stats for completion in completions]
         self.prompt_tokens = sum(completion.num_input_tokens for completion in completions)
         self.output_tokens = sum(len(completion.token_ids) for completion in completions)
         self.finish_reason = "+".join(sorted({str(completion.finish_reason) for completion in completions}))
+
+    def finish_early(self, stats: Sequence[Stats]) -> None:
+        """Set what the completions of a request have so far that is canceled or fails."""
+        self.stats = stats
+        self.prompt_tokens = sum(each.prompt_tokens for each in stats)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers that the response has because of this entry."""
@@ -70,9 +76,8 @@ class Entry:
             fields["unused_fields"] = ",".join(self.unused_fields)
         if not self.finish_reason:  # the request did not reach the engine
             return fields
-        stats = [completion.stats for completion in self.completions]
-        passes = sum(each.passes for each in stats)
-        tokens_of_passes = sum(each.output_tokens for each in stats)
+        passes = sum(each.passes for each in self.stats)
+        tokens_of_passes = sum(each.output_tokens for each in self.stats)
         return fields | {
             "finish_reason": self.finish_reason,
             "time_to_first_token_seconds": (
@@ -81,8 +86,8 @@ class Entry:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "tau": round(tokens_of_passes / passes, 4) if passes else None,
-            "draft_tokens": sum(each.draft_tokens for each in stats),
-            "accepted_tokens": sum(sum(each.accepted) for each in stats),
+            "draft_tokens": sum(each.draft_tokens for each in self.stats),
+            "accepted_tokens": sum(sum(each.accepted) for each in self.stats),
         }
 
 

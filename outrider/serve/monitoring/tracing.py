@@ -157,9 +157,9 @@ def _attributes(entry: Entry, status: int) -> dict[str, Any]:
         "gen_ai.operation.name": "text_completion",
         "gen_ai.usage.output_tokens": entry.output_tokens,
     }
-    if entry.completions:
+    if entry.stats:
         attributes["gen_ai.usage.input_tokens"] = entry.prompt_tokens
-        attributes["outrider.accepted_tokens"] = sum(sum(each.stats.accepted) for each in entry.completions)
+        attributes["outrider.accepted_tokens"] = sum(sum(each.accepted) for each in entry.stats)
     if entry.finish_reason:
         attributes["gen_ai.response.finish_reasons"] = entry.finish_reason.split("+")
     return attributes

@@ -14,11 +14,10 @@ from outrider.core.params import InvalidParam
 from outrider.core.validation import mistake
 from outrider.errors import Fault, OutriderError
 from outrider.serve.anthropic.errors import in_api_of
-from outrider.serve.errors import QueueFull
-from outrider.serve.openai.responses import error_response
+from outrider.serve.errors import QueueFull, ServerStops
+from outrider.serve.openai.responses import error_response, retry_response
 from outrider.serve.openai.schema import field_of
 
-_RETRY_HEADERS = {"Retry-After": "1"}  # seconds
 _NO_OBJECT = ("missing", "dict_type", "model_type", "model_attributes_type")  # pydantic's errors of a whole body
 _ROUTE_ERRORS = {  # the words of Starlette and FastAPI
     "There was an error parsing the body": "the request is not JSON in UTF-8; send such text",
@@ -113,7 +112,8 @@ def add_handlers(app: FastAPI) -> None:
     """Install handlers that turn exceptions into error responses."""
     responses: dict[type[Exception], Callable[[Any], JSONResponse]] = {
         RequestValidationError: _validation_response,
-        QueueFull: lambda error: JSONResponse(error_response(str(error), kind="overloaded_error"), 429, _RETRY_HEADERS),
+        QueueFull: lambda error: retry_response(str(error), kind="overloaded_error", status=429),
+        ServerStops: lambda error: retry_response(str(error)),
         UnknownName: lambda error: JSONResponse(error_response(str(error), field=error.param), 404),
         InvalidParam: lambda error: JSONResponse(error_response(str(error), field=error.param), 400),
         OutriderError: lambda error: JSONResponse(error_response(str(error)), 400),

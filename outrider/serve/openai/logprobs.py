@@ -59,7 +59,7 @@ class LogprobsBuilder:
         return {
             "tokens": [self.tokens.text(entry.token) for entry, _ in shown],
             "token_logprobs": [entry.logprob for entry, _ in shown],
-            "top_logprobs": [self._by_text(entry.top) for entry, _ in shown],
+            "top_logprobs": [self._by_text(_with_own(entry)) for entry, _ in shown],
             "text_offset": [begin for _, begin in shown],
         }
 
@@ -79,3 +79,9 @@ class LogprobsBuilder:
     def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self.tokens.piece(token)
         return {"token": self.tokens.text(token), "logprob": logprob, "bytes": list(piece) if piece else None}
+
+
+def _with_own(entry: TokenLogprobs) -> list[tuple[int, float]]:
+    """Return the likeliest tokens, and the token itself if it is not one of them."""
+    own = () if any(token == entry.token for token, _ in entry.top) else ((entry.token, entry.logprob),)
+    return [*entry.top, *own]

@@ -10,6 +10,8 @@ from operator import add
 from typing import Any
 from uuid import uuid4
 
+from starlette.responses import JSONResponse
+
 from outrider.core.stats import Stats
 from outrider.core.token_text import SingleTokens
 from outrider.core.types import Completion, FinishReason, Request
@@ -260,3 +262,8 @@ def error_response(message: str, *, kind: str = "invalid_request_error", field: 
     utf8_message = message.encode(errors="replace").decode()
     utf8_field = field and field.encode(errors="replace").decode()
     return {"error": {"message": utf8_message, "type": kind, "param": utf8_field, "code": None}}
+
+
+def retry_response(message: str, *, kind: str = "server_error", status: int = 503) -> JSONResponse:
+    """Return the response to a request that another server, or this one later, may answer."""
+    return JSONResponse(error_response(message, kind=kind), status, {"Retry-After": "1"})  # seconds

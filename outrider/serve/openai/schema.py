@@ -183,6 +183,9 @@ class SamplingFields(ForeignFields, EngineFields):
         Raises:
             InvalidParam: a value is out of range.
         """
+        if max_tokens == 0:
+            message = f"max_tokens is 0; use at least 1, or {_UNLIMITED} for the rest of the context"
+            raise InvalidParam("max_tokens", message)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > _MAX_STOP_STRINGS:
             raise InvalidParam("stop", f"stop has {len(stop)} strings; use at most {_MAX_STOP_STRINGS}")
@@ -192,7 +195,7 @@ class SamplingFields(ForeignFields, EngineFields):
             )
         return SamplingParams(
             temperature=self.temperature,
-            top_k=max(self.top_k, 0),
+            top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
@@ -420,6 +423,8 @@ def _parse_logit_bias(logit_bias: dict[str, float] | None) -> dict[int, float]:
         if not token.isdecimal() or len(token) > _MAX_TOKEN_ID_DIGITS:
             key = token[:_MAX_TOKEN_ID_DIGITS]
             raise InvalidParam("logit_bias", f"logit_bias has the key {key!r}; use token ids")
+        if not -100 <= bias <= 100:
+            raise InvalidParam("logit_bias", f"logit_bias.{token}: use a number from -100 (never) to 100")
         biases[int(token)] = float("-inf") if bias == -100 else bias
     return biases
 

@@ -87,7 +87,7 @@ class Session:
     def add(self, completion: Completion) -> None:
         """Take the completion of the last `step`. Raises OutriderError if it has failed."""
         if completion.finish_reason is FinishReason.ERROR:
-            raise OutriderError(f"{completion.error}; try another dtype")
+            raise OutriderError(completion.error)
         if self._detects:
             self._detects = False
             self._language = self._rules.language_of(completion.token_ids)

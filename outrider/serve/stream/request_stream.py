@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from outrider.core.types import Completion, Request, TokenLogprobs
+from outrider.core.stats import Stats
+from outrider.core.types import Completion, Request, SequenceState, TokenLogprobs
 from outrider.serve.stream.drafts import RoundDrafts
 from outrider.serve.stream.text import StreamText
 
@@ -66,6 +67,7 @@ class RequestStream:
     def __init__(self, request: Request, text: StreamText, content: StreamContent) -> None:
         self.request = request
         self.content = content
+        self.seq: SequenceState | None = None  # what the engine has made so far; None: no tokens
         self.num_tokens = 0  # output tokens so far
         self.num_published = 0  # output tokens in chunks so far
         self.drafts: RoundDrafts | None = None  # of the round that is being committed
@@ -80,6 +82,13 @@ class RequestStream:
             with suppress(IndexError):  # the reader has taken the waiting chunk
                 chunk = self._chunks.pop().merge(chunk)
         self._chunks.append(chunk)
+
+    def stats(self) -> Stats:
+        """Return the statistics of the rounds so far. `prompt_tokens` includes a source; 0: there are no tokens yet."""
+        if self.seq is None:
+            return Stats()
+        prompt = len(self.request.prompt_token_ids) + len(self.request.source_token_ids)
+        return Stats.of_passes(tuple(self.seq.rounds), drafted=self.seq.num_draft_tokens, prompt=prompt)
 
     def wake(self) -> None:
         """Wake the reader, in the event loop."""

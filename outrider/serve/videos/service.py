@@ -12,7 +12,7 @@ from outrider.core.params import InvalidParam
 from outrider.media.calibration.drift import DriftWatch
 from outrider.media.output.writer import picture, write_video
 from outrider.media.results import BlockResult
-from outrider.serve.errors import QueueFull
+from outrider.serve.errors import STOPPED, QueueFull, ServerStops
 from outrider.serve.openai.errors import UnknownName
 from outrider.serve.videos.job import VideoFile, VideoJob
 from outrider.serve.videos.models import FPS, ServedModels
@@ -54,10 +54,10 @@ class VideoService:
         self._thread.join()
 
     def create(self, task: VideoTask) -> VideoJob:
-        """Queue a video and return it. Raises QueueFull if too many videos wait already, or the server stops."""
+        """Queue a video and return it. Raises QueueFull if too many videos wait, and ServerStops."""
         with self._changed:
             if self._stopping:
-                raise QueueFull("the server stops; send the request to another one")
+                raise ServerStops(STOPPED)
             if sum(not job.ended for job in self._jobs.values()) > self._max_queued:  # one of them is being made
                 raise QueueFull(f"{self._max_queued} videos wait already; try again later")
             job = VideoJob(task=task)
