@@ -290,7 +290,7 @@ def test_empty_file_is_counted_and_left_out(corpus, tmp_path):
         ("a.txt", b"a\0b", "a.txt is not text"),
         ("a.jsonl", b'{"text": "x"}\n{', "a.jsonl:2: not JSON"),
         ("a.jsonl", b'{"body": "x"}', "a.jsonl:1: no text or prompt or messages .* --field"),
-        ("a.jsonl", b'{"messages": [{"role": "user"}]}', "a.jsonl:1: no text"),
+        ("a.jsonl", b'{"messages": [{"role": "user"}]}', "a.jsonl:1: message 1 has no content"),
         ("a.jsonl", b"[1]", "a.jsonl:1: no text"),
         ("a.jsonl", b'{"text": "a\\ud800"}', "a.jsonl:1: the text has half of a surrogate pair"),
     ],
