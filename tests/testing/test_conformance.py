@@ -59,14 +59,14 @@ class RepeatsBonusToken(Stateless):
         super().commit(round)
         for seq, tokens in zip(round.batch.seqs, round.emitted, strict=True):
             for token in tokens[-1:]:
-                self._indexes[seq.slot].append(token)
+                self.indexes[seq.slot].append(token)
 
 
 class KeepsEarlierSequence(Stateless):
     """Keeps the tokens of the earlier sequence of a slot."""
 
     def admit(self, slot, request):
-        if slot not in self._indexes:
+        if slot not in self.indexes:
             super().admit(slot, request)
 
     def release(self, slot):

@@ -18,6 +18,7 @@ from outrider.core.prompts import Prompt
 from outrider.core.types import Batch, DraftBudget, FinishReason, Request, SequenceState
 from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.drafting.propose.lookup.suffix import SuffixProposer
+from outrider.engine.turns import Turns
 from outrider.errors import OutriderError
 from outrider.models.heads.description import AuxStates
 from outrider.models.heads.files import save_tensors
@@ -91,7 +92,7 @@ def test_failed_request_gives_no_sample():
             seq.finish_reason = reason
         return seqs
 
-    engine = SimpleNamespace(add=lambda request: seqs[request.id], step=step)
+    engine = SimpleNamespace(add=lambda request: seqs[request.id], step=step, turns=Turns())
     recorder = SimpleNamespace(take=lambda id: (torch.zeros(4, 1, 8, dtype=torch.bfloat16), None))
     (sample,) = generate_samples(engine, recorder, [seq.request for seq in seqs])
     assert (sample.id, sample.tokens, len(sample.states)) == (1, (1, 2, 3), 2)
