@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from outrider.core import tree
+from outrider.core import devices
 
 _STREAM_STRIDE = 1 << 20  # most random numbers that one proposer uses in a round
 _ALL_BITS = (1 << 64) - 1
@@ -76,7 +76,7 @@ class PositionNoise:
     def uniforms(self, count: int, stream: int = 0) -> torch.Tensor:
         """Return uniform numbers [B, count] that sample draft tokens in this round; `stream` separates proposers."""
         begin = stream * _STREAM_STRIDE
-        if not tree.is_cpu(self.first.device):
+        if not devices.is_cpu(self.first.device):
             index = torch.arange(begin, begin + count, device=self.first.device).expand(len(self.first), count)
             return self._per_round(NoiseStream.DRAFT, index)
         # A pass displaces code from the caches of the processor. After it, an operation of torch or NumPy takes as long

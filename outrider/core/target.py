@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from outrider.core import tree
+from outrider.core import devices, tree
 from outrider.core.cache import Cache
 from outrider.core.draft_chains import ChainBuilder
 from outrider.core.draws import Draws
@@ -184,7 +184,7 @@ def expand_logits(logits: torch.Tensor, ids: torch.Tensor, vocab: int) -> torch.
 def draft_by_scores(target: Target, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
     """Implement `Target.draft_greedy` by repeated calls of `score`."""
     draft = tree.empty(len(batch.seqs), target.device)
-    builder = ChainBuilder(batch.draft_budget, stop_rule if tree.is_cpu(target.device) else None)
+    builder = ChainBuilder(batch.draft_budget, stop_rule if devices.is_cpu(target.device) else None)
     while builder.depth < max(builder.count):
         scores = target.score(batch, draft, first=builder.depth - 1)
         logits = scores.logits[:, -1, :vocab]

@@ -13,11 +13,6 @@ from outrider.core.types import Batch, Draft, DraftKind, Packed, Round, Scores
 T = TypeVar("T")
 
 
-def is_cpu(device: torch.device) -> bool:
-    """Return whether the host can read a tensor of this device without waiting."""
-    return device.type == "cpu"
-
-
 def upload(
     numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:

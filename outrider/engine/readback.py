@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider.core import tree
+from outrider.core import devices
 from outrider.core.types import Batch, Draft, Round, Scores, Verdict
 from outrider.verify.rules import verify_greedy
 from outrider.verify.sampling import has_finite_max
@@ -47,7 +47,7 @@ def read_greedy(batch: Batch, draft: Draft, scores: Scores, masks: Masks | None)
 
 def read_verdict(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
     """Return the round of a verdict: accepted paths, emitted tokens and their log-probabilities on the host."""
-    read = _read_host if tree.is_cpu(draft.tokens.device) else _read_device
+    read = _read_host if devices.is_cpu(draft.tokens.device) else _read_device
     paths: list[tuple[int, ...]] = []
     all_emitted: list[tuple[int, ...]] = []
     all_logprobs: list[tuple[float, ...]] = []

@@ -2,7 +2,7 @@
 
 import torch
 
-from outrider.core import tree
+from outrider.core import devices, tree
 from outrider.core.types import Batch, DraftBudget, Scores, SequenceState, Verdict
 from outrider.engine.readback import read_verdict
 
@@ -20,7 +20,7 @@ def test_single_copy_from_a_device_equals_separate_copies(monkeypatch):
     seqs = tuple(SequenceState.of((1,)) for _ in range(3))
     batch = Batch(seqs=seqs, start=(0,) * 3, feed=((1,),) * 3, budget=DraftBudget((4,) * 3))
     separate = read_verdict(batch, draft, scores, verdict)
-    monkeypatch.setattr(tree, "is_cpu", lambda device: False)
+    monkeypatch.setattr(devices, "is_cpu", lambda device: False)
     single = read_verdict(batch, draft, scores, verdict)
     assert separate.failed == (False, True, False)
     assert [len(tokens) for tokens in separate.emitted] == [3, 0, 1]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM
 
-from outrider.core import tree
+from outrider.core import devices, tree
 from outrider.core.params import SamplingParams
 from outrider.core.proposer import NoProposer
 from outrider.core.target import draft_by_scores
@@ -458,7 +458,7 @@ class _HostSyncs(TorchFunctionMode):
 @pytest.mark.fast_cases("1.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_round_reads_from_the_device_once(temperature, shelf, monkeypatch):
-    monkeypatch.setattr(tree, "is_cpu", lambda device: False)
+    monkeypatch.setattr(devices, "is_cpu", lambda device: False)
     target, draft = (load_target(shelf.folder(name), record=FakeRecorder()) for name in ("llama", "qwen3"))
     engine = engines.make_engine(target, lambda setup: DraftModelProposer(setup, draft), verifier="block", rows=2)
     params = SamplingParams(temperature=temperature, max_tokens=30)

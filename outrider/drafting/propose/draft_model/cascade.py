@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from outrider.core import tree
+from outrider.core import devices, tree
 from outrider.core.draft_chains import ChainBuilder
 from outrider.core.draws import Draws
 from outrider.core.target import ChainSampler, Target
@@ -39,7 +39,7 @@ class Cascade(WrappedTarget):
         budgets = zip(indexes, batch.draft_budget, strict=True)
         if all(len(index.lookup([], budget - 1)) < _MIN_TOKENS for index, budget in budgets):
             return self.inner.draft_greedy(batch, vocab, stop_rule)
-        builder = ChainBuilder(batch.draft_budget, stop_rule if tree.is_cpu(self.device) else None)
+        builder = ChainBuilder(batch.draft_budget, stop_rule if devices.is_cpu(self.device) else None)
         chains: list[list[int]] = [[] for _ in batch.seqs]
         logits: list[list[torch.Tensor]] = [[] for _ in batch.seqs]  # [V] of each token
         while active := [b for b, count in enumerate(builder.count) if len(chains[b]) < count]:

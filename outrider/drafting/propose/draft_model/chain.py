@@ -8,7 +8,7 @@ from itertools import takewhile
 import torch
 from torch.nn import functional
 
-from outrider.core import tree
+from outrider.core import devices, tree
 from outrider.core.cache import prompts_that_fit
 from outrider.core.draft_chains import ChainBuilder
 from outrider.core.draws import Draws
@@ -254,7 +254,7 @@ class DraftModelProposer:
         draft = tree.empty(len(batch.seqs), self._setup.device)
         uniform = noise.uniforms(max(batch.draft_budget), batch.noise_stream)
         distributions: list[torch.Tensor] = []  # [B, V] by depth
-        builder = ChainBuilder(batch.draft_budget, stop_rule if tree.is_cpu(self._setup.device) else None)
+        builder = ChainBuilder(batch.draft_budget, stop_rule if devices.is_cpu(self._setup.device) else None)
         scores = self._model.score(batch, draft)
         while builder.depth < max(builder.count):
             if builder.depth:

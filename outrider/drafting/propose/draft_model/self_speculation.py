@@ -6,7 +6,7 @@ It drafts with its first layers (Elhoushi et al. 2024), without some of its laye
 
 import torch
 
-from outrider.core import tree
+from outrider.core import devices
 from outrider.core.config import QUANTIZE_BITS
 from outrider.core.proposer import ProposerSetup, parse_count
 from outrider.core.target import SelfDraftTarget, Target
@@ -84,7 +84,7 @@ def quantized_proposer(argument: str, setup: ProposerSetup) -> DraftModelPropose
     copy = calibrated_copy(_self_draft_target(setup), quantized_bits(argument), setup)
     rank_copy_tokens(copy, setup)
     proposer = SharedCacheProposer if isinstance(copy.cache, SharedCache) else DraftModelProposer
-    return proposer(setup, cascade(copy) if tree.is_cpu(setup.device) else copy)
+    return proposer(setup, cascade(copy) if devices.is_cpu(setup.device) else copy)
 
 
 def quantized_bits(argument: str) -> int:

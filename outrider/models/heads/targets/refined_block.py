@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.core import tree
+from outrider.core import devices, tree
 from outrider.core.draft_chains import ChainBuilder
 from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights, StopRule
 from outrider.models.heads.modules.block import BlockHead
@@ -52,7 +52,7 @@ class RefinedBlockTarget(BlockTarget):
         self._run_blocks(batch)
         logits = self._scores(self._all_logits(self._resolve(), self._rows)).logits[..., :vocab]
         tokens = logits.argmax(-1)
-        builder = ChainBuilder(batch.draft_budget, stop_rule if tree.is_cpu(self.device) else None)
+        builder = ChainBuilder(batch.draft_budget, stop_rule if devices.is_cpu(self.device) else None)
         last = self.max_draft_tokens - 1
         while builder.depth < max(builder.count):
             depth = min(builder.depth, last)
