@@ -86,8 +86,9 @@ class PositionNoise:
             key = mix_integer(stream_key + first * GOLDEN)
             bits = [mix_integer(key + index * GOLDEN) for index in range(begin + 1, begin + count + 1)]
             uniform.extend([(each >> 16) * 2.0**-48 for each in bits])
-        shape = (len(self.first), count)
-        return torch.frombuffer(uniform, dtype=torch.float64).view(shape) if uniform else torch.empty(shape).double()
+        if not uniform:  # which `frombuffer` refuses
+            return torch.empty(len(self.first), count, dtype=torch.float64)
+        return torch.frombuffer(uniform, dtype=torch.float64).view(-1, count)
 
     def _key(self, stream: NoiseStream, ahead: torch.Tensor) -> torch.Tensor:
         shape = (-1,) + (1,) * (ahead.dim() - 1)

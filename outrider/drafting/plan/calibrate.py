@@ -202,7 +202,10 @@ def padded_slots(target: Target) -> int:
 
 
 def _packed_shapes(target: Target) -> Iterator[Shape]:
-    """Yield the shapes with an empty cache. Few sequences share the tokens, as far as the context allows."""
+    """Yield the shapes with an empty cache, the most important ones first.
+
+    Few sequences share the tokens, as far as the context allows.
+    """
     shapes = {}
     for tokens in _TOKENS:
         seqs = min(target.slots, -(-tokens // _MAX_PER_SEQUENCE) if tokens > _MAX_PER_SEQUENCE else 1)
